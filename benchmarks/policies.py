@@ -15,7 +15,6 @@ from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
 from benchmarks.tables import precision
-from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.policies import compare
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.data.token_metadata import VOCABULARY_SIZE
@@ -60,7 +59,7 @@ def _arguments() -> argparse.Namespace:
 def _config(arguments: argparse.Namespace) -> CalibrationConfig:
     device = arguments.device.type
     samples = SAMPLES[device]
-    return load(
+    return CalibrationConfig.load(
         [
             f"--model.size={arguments.size}",
             f"--data.sequence-length={LENGTHS[device]}",

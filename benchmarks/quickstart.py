@@ -78,10 +78,9 @@ def _config(steps: int, directory: str) -> RunConfig:
 
 def _distmp(config: RunConfig, world: World) -> float:
     """Return the time of all steps with distmp's trainer, in seconds."""
-    with StopSignals() as stop, Console(config.log, quiet=True) as console:
-        trainer = Trainer(config, world, console)
-        with trainer.active(stop):
-            return elapsed_together(trainer.train, world.device)
+    trainer = Trainer(config, world, Console(config.log, quiet=True))
+    with StopSignals() as stop, trainer.active(stop):
+        return elapsed_together(trainer.train, world.device)
 
 
 def _plain(config: RunConfig, world: World) -> float:

@@ -252,8 +252,6 @@ class EarlyStoppingConfig:
         require(valid, "early_stopping.patience", self.patience, "use 0 or more validations")
         valid = 0 <= self.min_delta < math.inf
         require(valid, "early_stopping.min_delta", self.min_delta, "use a number of 0 or more")
-        valid = self.mode in ("auto", "min", "max")
-        require(valid, "early_stopping.mode", self.mode, "use auto, min or max")
 
     @property
     def maximizes(self) -> bool:
@@ -341,6 +339,10 @@ class RunConfig:
 
     advice: ClassVar[Mapping[str, str]] = _ADVICE
     """What to do, by names that are no settings and by sections, see `from_mapping`."""
+    prog: ClassVar[str] = "distmp train"
+    """Name of the command, for the help text."""
+    description: ClassVar[str] = "Train a model on any number of ranks."
+    """Description of the command, for the help text."""
 
     run_dir: str = field(default="runs/default", metadata=HARMLESS)
     """Directory for the resolved configuration, step records and checkpoints."""
@@ -445,6 +447,37 @@ class RunConfig:
         self._check_strategy()
         self._check_steps()
         self._check_metrics()
+
+    @classmethod
+    def load(cls: type[Config], argv: Sequence[str]) -> Config:
+        """Read the settings of a command, and look up what they name, see `check_names`.
+
+        Args:
+            argv: Arguments without the name of the command: `--config FILE` and overrides.
+
+        Raises:
+            ConfigError: If a name, type, value or combination is wrong.
+            SystemExit: With code 0, after `--help`.
+        """
+        config = cls.read(argv)
+        config.check_names()
+        return config
+
+    @classmethod
+    def read(cls: type[Config], argv: Sequence[str]) -> Config:
+        """Read the settings without `check_names`, which imports torch; see `load`."""
+        config = command_line(cls, argv, cls.prog, cls.description)
+        config = replace(
+            config,
+            run_dir=os.path.expanduser(config.run_dir),
+            resume=_expanded(config.resume),
+            model=replace(config.model, weights=_expanded(config.model.weights)),
+            checkpoint=replace(config.checkpoint, path=_expanded(config.checkpoint.path)),
+        )
+        for name, value in flat(to_mapping(config)).items():
+            if (problem := _unusable(value)) is not None:
+                raise ConfigError(name, value, problem)
+        return config
 
     def _check_run(self) -> None:
         valid = 1 <= self.steps <= _MAX_STEPS
@@ -657,51 +690,6 @@ def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
     return parse_entries("callbacks", entries, _NOTATION)
 
 
-def load(argv: Sequence[str]) -> RunConfig:
-    """Read the configuration of `distmp train`, see `load_as`."""
-    config = read(argv)
-    config.check_names()
-    return config
-
-
-def read(argv: Sequence[str]) -> RunConfig:
-    """Read the configuration of `distmp train` without `check_names`, which imports torch."""
-    return _read_as(RunConfig, argv, "distmp train", "Train a model on any number of ranks.")
-
-
-def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
-    """Read `--config FILE` and the overrides after it, for a command.
-
-    Args:
-        cls: The settings of the command.
-        argv: Arguments without the name of the command.
-        prog: Name of the command, for the help text.
-        description: Description of the command, for the help text.
-
-    Raises:
-        ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after `--help`.
-    """
-    config = _read_as(cls, argv, prog, description)
-    config.check_names()
-    return config
-
-
-def _read_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
-    config = command_line(cls, argv, prog, description)
-    config = replace(
-        config,
-        run_dir=os.path.expanduser(config.run_dir),
-        resume=_expanded(config.resume),
-        model=replace(config.model, weights=_expanded(config.model.weights)),
-        checkpoint=replace(config.checkpoint, path=_expanded(config.checkpoint.path)),
-    )
-    for name, value in flat(to_mapping(config)).items():
-        if (problem := _unusable(value)) is not None:
-            raise ConfigError(name, value, problem)
-    return config
-
-
 def _expanded(path: str | None) -> str | None:
     return None if path is None else os.path.expanduser(path)
 
@@ -721,3 +709,6 @@ def _unusable(value: Any) -> str | None:
     if isinstance(value, int) and abs(value) >= 2**63:
         return "is too large; use an integer of 64 bits"
     return None
+
+
+load = RunConfig.load

@@ -45,21 +45,6 @@ def clock() -> float:
 
 
 @dataclass(frozen=True)
-class SchedulerJob:
-    """The job of a scheduler.
-
-    Attributes:
-        name: Unique name, which the job keeps when it is requeued.
-        restarts: How often the job was requeued.
-        array: Name of the array that the job is a task of; None for others.
-    """
-
-    name: str
-    restarts: int
-    array: str | None = None
-
-
-@dataclass(frozen=True)
 class Owner:
     """The job that owns a directory.
 
@@ -67,30 +52,27 @@ class Owner:
         job: Identity of the job, which the restarts of its ranks share.
         host: Name of the machine of rank 0, for messages.
         process: The process of rank 0.
-        scheduler: The scheduler's job; None without one.
+        scheduler: Name of the scheduler's job, which it keeps when it is requeued; "" without one.
+        requeues: How often that job was requeued.
     """
 
     job: str
     host: str
     process: ProcessIdentity
-    scheduler: SchedulerJob | None = None
+    scheduler: str = ""
+    requeues: int = 0
 
     def __str__(self) -> str:
-        name = "" if self.scheduler is None else f" of job {self.scheduler.name}"
+        name = f" of job {self.scheduler}" if self.scheduler else ""
         return f"process {self.process.pid}{name} on {self.host}"
 
     def replaces(self, other: Owner) -> bool:
         """Return whether the other owner is known to have ended, or is an earlier attempt."""
-        requeued = (
-            self.scheduler is not None
-            and other.scheduler is not None
-            and self.scheduler.name == other.scheduler.name
-            and self.scheduler.restarts > other.scheduler.restarts
-        )
+        same = self.scheduler and self.scheduler == other.scheduler
         return (
             self.job == other.job
             or self.process == other.process
-            or requeued
+            or bool(same and self.requeues > other.requeues)
             or other.process.has_ended()
         )
 
@@ -122,11 +104,13 @@ class Content:
             fields = json.loads(data)
             owner = fields.pop("owner")
             process = ProcessIdentity(*owner.pop("process"))
-            scheduler = owner.pop("scheduler")
-            job = scheduler and SchedulerJob(**scheduler)
-            return cls(Owner(**owner, process=process, scheduler=job), **fields)
+            return cls(Owner(**owner, process=process), **fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
+
+
+# Called with the owner that a job waits for.
+OnWait = Callable[[Owner], object]
 
 
 class HeldError(DistmpError):
@@ -147,24 +131,13 @@ class Lease:
     Args:
         directory: The directory, which exists.
         owner: This job.
-        seconds: Length of the lease.
-        clock: Returns the seconds of a monotonic clock.
-        sleep: Waits for some seconds.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        owner: Owner,
-        *,
-        seconds: float = SECONDS,
-        clock: Callable[[], float] = clock,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, directory: Path, owner: Owner) -> None:
         self.directory = directory
-        self._content = Content(owner, seconds=seconds)
-        self._clock = clock
-        self._sleep = sleep
+        self._content = Content(owner)
+        self._clock: Callable[[], float] = clock
+        self._sleep: Callable[[float], object] = time.sleep
         self._number: int | None = None
         self._expires = 0.0
         self._lost_to: Owner | None = None
@@ -176,31 +149,25 @@ class Lease:
         owned = self._number is not None and self._lost_to is None
         return owned and self._clock() < self._expires
 
-    def claim(self, on_wait: Callable[[Owner], object] = lambda owner: None) -> None:
+    def claim(self, on_wait: OnWait = lambda owner: None, *, first: bool = False) -> None:
         """Become the owner. Waits while the directory may still belong to a job that has ended.
 
         Args:
             on_wait: Called before each check with the owner that the job waits for. It may raise an
                 exception to end the wait.
+            first: Only if the directory never had an owner; does not wait.
 
         Raises:
-            HeldError: If another job owns the directory and still runs.
+            HeldError: If another job owns the directory and still runs; with `first`, if the
+                directory has an owner, or had one.
             OSError: If the lease cannot be read or written.
         """
         while True:
             number = _latest(self.directory)
+            if first and number:
+                raise HeldError(_owner(self.directory, number) or self._content.owner)
             if self._is_free(number, on_wait) and self._create(number + 1):
                 return
-
-    def claim_first(self) -> None:
-        """Become the first owner of a new directory.
-
-        Raises:
-            HeldError: If the directory has an owner, or had one.
-        """
-        number = _latest(self.directory)
-        if number or not self._create(1):
-            raise HeldError(_owner(self.directory, _latest(self.directory)) or self._content.owner)
 
     def renew(self, state: str | None = None) -> None:
         """Extend the lease, or find out that another job owns the directory.
@@ -249,14 +216,16 @@ class Lease:
             if number is not None and valid:
                 self._overwrite(number, replace(self._content, state=RELEASED))
 
-    def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
+    def _is_free(self, number: int, on_wait: OnWait) -> bool:
         """Wait for the owner to end; return False if another one has replaced it."""
         seen, since = _read(self.directory, number), self._clock()
         while True:
             content = Content.decode(seen)
-            if not number or (content is not None and self._may_replace(content)):
+            if not number:
                 return True
             if content is not None:
+                if content.state == RELEASED or self._content.owner.replaces(content.owner):
+                    return True
                 on_wait(content.owner)
             seconds = self._content.seconds if content is None else content.seconds
             self._sleep(seconds / LOOKS)
@@ -273,9 +242,6 @@ class Lease:
             if content is not None and renewed is not None and renewed.state == RUNNING:
                 raise HeldError(renewed.owner)
             seen, since = now, self._clock()
-
-    def _may_replace(self, content: Content) -> bool:
-        return content.state == RELEASED or self._content.owner.replaces(content.owner)
 
     def _create(self, number: int) -> bool:
         """Try to create the lease of a number; return whether this job owns the directory now."""

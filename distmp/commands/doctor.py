@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import os
 import resource
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from distmp.config import RunConfig, load_as
+from distmp.config import RunConfig
 from distmp.distributed.rank_environment import VARIABLES
 from distmp.utils.environment_info import versions
 from distmp.utils.units import bytes_text
@@ -62,12 +61,11 @@ class CheckResult(NamedTuple):
     remedy: str = ""
 
 
-load = functools.partial(
-    load_as,
-    RunConfig,
-    prog="distmp doctor",
-    description="Check whether this machine is ready to train.",
-)
+class DoctorConfig(RunConfig):
+    """The training run that the machine is checked for."""
+
+    prog = "distmp doctor"
+    description = "Check whether this machine is ready to train."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: If a setting is invalid.
     """
-    config = load(sys.argv[1:] if argv is None else argv)
+    config = DoctorConfig.load(sys.argv[1:] if argv is None else argv)
     results = run_checks(config)
     sys.stdout.write(_report(results) + "\n")
     return int(any(result.status == "FAIL" for _, result in results))

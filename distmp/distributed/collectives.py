@@ -35,8 +35,7 @@ def device_of_host_values(group: dist.ProcessGroup | None) -> torch.device:
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to gather the shards of all ranks, in rank order, into `gathered`."""
-    current_phase.collective = "all_gather"
-    return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
+    return _start("all_gather", gathered, _all_gather, gathered, shard, group=group)
 
 
 def all_gather_on_stream(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -61,8 +60,7 @@ def has_native_reduce_scatter(device: torch.device) -> bool:
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `full` over ranks; each rank receives its part of the sum in `shard`."""
-    current_phase.collective = "reduce_scatter"
-    return _started(_reduce_scatter(shard, full, group=group, async_op=True), full)
+    return _start("reduce_scatter", full, _reduce_scatter, shard, full, group=group)
 
 
 def reduce_scatter_on_stream(shard: Tensor, full: Tensor, group: dist.ProcessGroup) -> None:
@@ -74,8 +72,7 @@ def reduce_scatter_on_stream(shard: Tensor, full: Tensor, group: dist.ProcessGro
 
 def all_reduce(full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `full` over ranks, in place."""
-    current_phase.collective = "all_reduce"
-    return _started(dist.all_reduce(full, group=group, async_op=True), full)
+    return _start("all_reduce", full, dist.all_reduce, full, group=group)
 
 
 def all_to_all(
@@ -89,14 +86,13 @@ def all_to_all(
 
     Parts have equal sizes unless sizes are passed.
     """
-    current_phase.collective = "all_to_all"
-    work = dist.all_to_all_single(
-        received, sent, received_sizes, sent_sizes, group=group, async_op=True
-    )
-    return _started(work, sent)
+    parts = received, sent, received_sizes, sent_sizes
+    return _start("all_to_all", sent, dist.all_to_all_single, *parts, group=group)
 
 
-def _started(work: dist.Work | None, tensor: Tensor) -> dist.Work:
+def _start(name: str, tensor: Tensor, collective: Any, *arguments: Any, group: Any) -> dist.Work:
+    current_phase.collective = name
+    work = collective(*arguments, group=group, async_op=True)
     assert work is not None  # None means that this rank is not in the group
     return collective_waits.watch(work, tensor)
 

@@ -76,35 +76,23 @@ def source_address(address: str) -> str:
 ROSTER = "distmp/roster"
 INTERVAL_SECONDS = 5.0
 # A launcher counts as gone after this time without a heartbeat.
-_SILENT_SECONDS = 2.5 * INTERVAL_SECONDS
+SILENT_SECONDS = 2.5 * INTERVAL_SECONDS
 
 
-class Beats:
-    """Counts heartbeats in the store.
+def send_beat(store: Store, number: int) -> None:
+    """Send a heartbeat. It blocks while the first machine is silent.
 
     Args:
         store: The store of the rendezvous.
         number: Number of this launcher in the order of joining, from 1 on.
     """
+    store.add(f"distmp/beat/{number}", 1)
 
-    def __init__(self, store: Store, number: int) -> None:
-        self._store = store
-        self._number = number
-        # Count of each launcher, and when it was first seen.
-        self._seen: dict[int, tuple[int, float]] = {}
 
-    def beat(self) -> None:
-        """Send a heartbeat. It blocks while the first machine is silent."""
-        self._store.add(_key(self._number), 1)
-
-    def alive(self, launchers: int) -> set[int]:
-        """Return the numbers of those of the first `launchers` launchers that still run."""
-        now = time.monotonic()
-        for number in range(1, launchers + 1):
-            count = self._store.add(_key(number), 0)
-            if self._seen.get(number, (None,))[0] != count:
-                self._seen[number] = (count, now)
-        return {n for n, (_, since) in self._seen.items() if now - since < _SILENT_SECONDS}
+def beats(store: Store) -> dict[int, int]:
+    """Return the heartbeats of each launcher that has joined, by its number."""
+    numbers = range(1, store.add(ROSTER, 0) + 1)
+    return {number: store.add(f"distmp/beat/{number}", 0) for number in numbers}
 
 
 def running_launchers(store: Store) -> int:
@@ -113,11 +101,7 @@ def running_launchers(store: Store) -> int:
     Args:
         store: The store of the rendezvous.
     """
-    numbers = range(1, store.add(ROSTER, 0) + 1)
-    before = {number: store.add(_key(number), 0) for number in numbers}
+    before = beats(store)
     time.sleep(1.5 * INTERVAL_SECONDS)
-    return sum(store.add(_key(number), 0) > count for number, count in before.items())
-
-
-def _key(number: int) -> str:
-    return f"distmp/beat/{number}"
+    after = beats(store)
+    return sum(after[number] > count for number, count in before.items())

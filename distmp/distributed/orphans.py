@@ -27,16 +27,6 @@ _LAUNCHER_ENDED = 16
 _launcher: int | None = None
 
 
-@contextlib.contextmanager
-def known_as_launcher() -> Iterator[None]:
-    """Pass the ID of this process to the ranks that it starts inside the context."""
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[LAUNCHER_VARIABLE]
-
-
 def is_orphan() -> bool:
     """Return whether the launcher that `end_with_launcher` watches has ended."""
     return _launcher is not None and os.getppid() != _launcher

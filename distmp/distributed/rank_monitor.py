@@ -35,7 +35,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.progress import PhaseTracker, current_phase
+from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_status import PendingDecision, RankProcess, RankStatus, Statuses
 from distmp.distributed.ranks import lost_peer_error
 from distmp.errors import DistmpError, LostPeerError
@@ -60,6 +60,9 @@ _NO_ANSWER = (
     "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
 )
 
+# Returns the error if a rank cannot reach a point, from the status of each rank.
+Problem = Callable[[Statuses], DistmpError | None]
+
 logger = logging.getLogger("distmp")
 
 
@@ -70,7 +73,6 @@ class RankMonitor:
         store: Store shared by the ranks; nothing else on this rank uses this connection.
         rank: This rank in the default process group.
         world_size: Number of ranks.
-        phase: The progress of this rank.
 
     Attributes:
         rank: This rank.
@@ -79,14 +81,12 @@ class RankMonitor:
         own: The recorded fields of this rank's status; `status` adds those that it observes.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, phase: PhaseTracker = current_phase
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size
         self.process = RankProcess(socket.gethostname(), ProcessIdentity.of_this_process())
-        self._phase = phase
+        self._phase = current_phase
         self._interval: float | None = None  # None reads INTERVAL_SECONDS
         self._group: Callable[[], dist.ProcessGroup | None] | None = None
         self._processes: dict[int, RankProcess] = {}
@@ -186,12 +186,7 @@ class RankMonitor:
             for rank, status in statuses.items()
         )
 
-    def meet(
-        self,
-        point: str,
-        problem: Callable[[Statuses], DistmpError | None],
-        patience_seconds: float,
-    ) -> None:
+    def meet(self, point: str, problem: Problem, patience_seconds: float) -> None:
         """Wait until all ranks have reached a point of the program.
 
         Args:
@@ -218,9 +213,7 @@ class RankMonitor:
             self.own.waits_in = ""
         self._last_point = (point, all_key)
 
-    def _wait_for_all(
-        self, key: str, problem: Callable[[Statuses], DistmpError | None], patience_seconds: float
-    ) -> None:
+    def _wait_for_all(self, key: str, problem: Problem, patience_seconds: float) -> None:
         pause, ask_at = 1e-4, time.monotonic() + patience_seconds
         unanswered: Counter[int] = Counter()
         while not self._store.check([key]):

@@ -158,24 +158,17 @@ class Agreement:
         environment: Rank and number of ranks.
         restarts: Restarts that the agent of this rank counts. The number of the attempt is at
             least that of rank 0.
-        limit_seconds: Seconds without a new rank after which `number` fails.
 
     Attributes:
         rank: Global rank of this process.
         process: A random number that identifies this process.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        environment: RankEnvironment,
-        restarts: int = 0,
-        limit_seconds: float = ARRIVAL_SECONDS,
-    ) -> None:
+    def __init__(self, store: Store, environment: RankEnvironment, restarts: int = 0) -> None:
         self._environment = environment
         self.rank, self._world_size = environment.rank, environment.world_size
         self._restarts = restarts
-        self._limit_seconds = limit_seconds
+        self._limit_seconds = ARRIVAL_SECONDS
         self._job = PrefixStore("distmp/attempts", store)
         self._store = PrefixStore(f"of {self._world_size}", self._job)
         self.process = secrets.token_hex(8)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,6 +73,16 @@ def restore_handlers(handlers: Mapping[int, signal._HANDLER]) -> None:
         signal.signal(number, signal.SIG_IGN if handler is _exit else handler)
 
 
+@contextlib.contextmanager
+def handling(handlers: Mapping[int, signal._HANDLER]) -> Iterator[None]:
+    """Install signal handlers, and restore those before them at the end, see `restore_handlers`."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        restore_handlers(before)
+
+
 class StopSignals:
     """Turns `STOP_SIGNALS` into a request that the training loop reads, inside a `with` block.
 
@@ -123,21 +134,14 @@ class StopSignals:
         StopSignals.last = number
 
 
-@contextlib.contextmanager
-def default_signal_handlers() -> Iterator[None]:
+def default_signal_handlers() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGINT kill this process inside the context.
 
     For native code that blocks, during which Python runs no signal handlers: torchrun would wait
     half a minute for a rank that connects to ended ranks. Use it only before there is state to
     save.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL))
 
 
 def ignore_stop_signals() -> None:

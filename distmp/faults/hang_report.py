@@ -41,18 +41,18 @@ class HangReport(NamedTuple):
     text: str
 
 
-# Collectives that have not completed, see `flight_recorder.pending`.
+# By rank: the answers of those that answered, and those that did not.
+Answers = Mapping[int, RankStatus]
+Silent = Mapping[int, SilentRank]
+# Collectives that have not completed, see `flight_recorder.pending`; and those of some ranks.
 Pending = Mapping[str, Sequence[tuple[int, str]]]
+PendingByRank = Mapping[int, Pending]
 # A collective that a rank has not started, as text, and the ranks that have.
 Missing = tuple[str, list[int]]
 
 
 def report(
-    idle: float,
-    answers: Mapping[int, RankStatus],
-    silent: Mapping[int, SilentRank],
-    world_size: int,
-    pending: Mapping[int, Pending],
+    idle: float, answers: Answers, silent: Silent, world_size: int, pending: PendingByRank
 ) -> HangReport:
     """Build the report from the answers of all ranks.
 
@@ -90,9 +90,7 @@ def report(
     return HangReport(summary, "\n".join(lines))
 
 
-def _late_ranks(
-    answers: Mapping[int, RankStatus], pending: Mapping[int, Pending], *, any_silent: bool
-) -> set[int]:
+def _late_ranks(answers: Answers, pending: PendingByRank, *, any_silent: bool) -> set[int]:
     """Return the late ranks among those that answered."""
     behind, ahead = _behind_and_ahead(answers)
     waiting = {r for r, a in answers.items() if a.waits_in or a.synchronizes or pending.get(r)}
@@ -101,7 +99,7 @@ def _late_ranks(
     return answers.keys() - waiting
 
 
-def _behind_and_ahead(answers: Mapping[int, RankStatus]) -> tuple[set[int], set[int]]:
+def _behind_and_ahead(answers: Answers) -> tuple[set[int], set[int]]:
     """Return the ranks that others wait for in some group, and those that wait for others.
 
     A rank waits for those that have started fewer collectives of a group. With NCCL
@@ -116,7 +114,7 @@ def _behind_and_ahead(answers: Mapping[int, RankStatus]) -> tuple[set[int], set[
     return behind, ahead
 
 
-def _started(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
+def _started(answers: Answers) -> dict[str, dict[int, int]]:
     """Return the number of collectives that ranks have started, by group and rank."""
     started: dict[str, dict[int, int]] = {}
     for rank, answer in sorted(answers.items()):
@@ -125,9 +123,7 @@ def _started(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
     return started
 
 
-def _missing(
-    rank: int, answers: Mapping[int, RankStatus], pending: Mapping[int, Pending]
-) -> list[Missing]:
+def _missing(rank: int, answers: Answers, pending: PendingByRank) -> list[Missing]:
     """Return the next collective of a rank in each group in which others have started it."""
     missing = []
     for group, started in _started(answers).items():
@@ -180,7 +176,7 @@ def _silent(rank: int, process: SilentRank, world_size: int) -> str:
     )
 
 
-def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
+def _waiting(waiting: Answers) -> list[str]:
     """Return a line for each place, with the ranks that wait there."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, answer in waiting.items():
@@ -198,7 +194,7 @@ def _waiting(waiting: Mapping[int, RankStatus]) -> list[str]:
     return lines
 
 
-def _oldest(pending: Mapping[int, Pending]) -> dict[tuple[str, int, str], list[int]]:
+def _oldest(pending: PendingByRank) -> dict[tuple[str, int, str], list[int]]:
     """Return the ranks whose oldest pending collective of a group is this one, by that."""
     oldest: dict[tuple[str, int, str], list[int]] = {}
     for rank, groups in sorted(pending.items()):
@@ -207,13 +203,7 @@ def _oldest(pending: Mapping[int, Pending]) -> dict[tuple[str, int, str], list[i
     return oldest
 
 
-def _advice(
-    late: list[int],
-    silent: Mapping[int, SilentRank],
-    answers: Mapping[int, RankStatus],
-    *,
-    has_different: bool,
-) -> str:
+def _advice(late: list[int], silent: Silent, answers: Answers, *, has_different: bool) -> str:
     if not late:
         behind, _ = _behind_and_ahead(answers)
         if behind:

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from distmp.distributed import flight_recorder
 from distmp.distributed.limits import LINK_SECONDS, responds, source_address
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.progress import PhaseTracker, current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
 from distmp.distributed.ranks import describe
@@ -91,8 +90,6 @@ class Watchdog(RankMonitor):
         environment: Rank and number of ranks.
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
-        phase: The progress of this rank's main thread.
-        interval_seconds: Time between two heartbeats.
         store_address: Host and port of the store; None if it is in this process.
 
     Attributes:
@@ -106,17 +103,16 @@ class Watchdog(RankMonitor):
         seconds: float,
         first_seconds: float,
         *,
-        phase: PhaseTracker = current_phase,
-        interval_seconds: float = INTERVAL_SECONDS,
         store_address: tuple[str, int] | None = None,
     ) -> None:
-        super().__init__(store, environment.rank, environment.world_size, phase)
+        super().__init__(store, environment.rank, environment.world_size)
         first = environment.rank - environment.local_rank
         self._on_machine = range(first, first + environment.local_world_size)
         self._on_next_machine = (self.rank + environment.local_world_size) % self.world_size
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
-        self._interval: float = interval_seconds
+        # Time between two heartbeats.
+        self._interval: float = INTERVAL_SECONDS
         self._store_address = store_address
         self._store_unused = threading.Event()
         self._beats = 0

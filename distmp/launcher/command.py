@@ -144,9 +144,9 @@ def _ssh(text: str) -> list[str]:
 
 def _check(train_arguments: list[str]) -> None:
     """Refuse an invalid configuration before any process starts, if possible without torch."""
-    from distmp.config import read
+    from distmp.config import RunConfig
 
-    config = read(train_arguments)
+    config = RunConfig.read(train_arguments)
     _import_torch_quietly()
     config.check_names()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, restore_handlers
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, handling
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import Network, address_of, join_port
@@ -304,14 +304,8 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
         for agent in agents:
             agent.send_signal(received[-1])
 
-    before: dict[int, signal._HANDLER] = {
-        number: signal.signal(number, forward) for number in STOP_SIGNALS
-    }
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with handling({**dict.fromkeys(STOP_SIGNALS, forward), signal.SIGHUP: signal.SIG_IGN}):
         yield received
-    finally:
-        restore_handlers(before)
 
 
 def _wait(agents: list[_Agent], min_nodes: int) -> _Agent | None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from distmp.checkpoint.lease import SchedulerJob
 from distmp.distributed.rank_environment import (
     MACHINES,
     PROCESSES,
@@ -70,6 +69,9 @@ def _numbers(ranges: str) -> list[str]:
 Variables = Mapping[str, str]
 
 _POD_INDEX = "JOB_COMPLETION_INDEX"
+# Variables that identify an environment; the first one is always set.
+_KUBERNETES = (_POD_INDEX,)
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 # Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
@@ -224,10 +226,6 @@ def _port(variables: Variables, name: str) -> ExplainedValue[int]:
 # Kubernetes: a Job with completionMode Indexed, and a headless Service
 
 
-def _kubernetes_evidence(variables: Variables) -> str:
-    return _evidence(variables, _POD_INDEX)
-
-
 def _kubernetes(variables: Variables, hostname: str) -> Job:
     index = _number(variables, "JOB_COMPLETION_INDEX")
     # Kubernetes names the pods of an indexed Job after the Job and their index.
@@ -246,7 +244,7 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
         head = f"{head}.{domain}"
     return Job(
         "kubernetes",
-        _kubernetes_evidence(variables),
+        _evidence(variables, *_KUBERNETES),
         node_rank=ExplainedValue(index, "JOB_COMPLETION_INDEX"),
         head=ExplainedValue(head, f"index 0 of the Job of pod {pod}"),
         name=ExplainedValue(name, f"the Job's name, from pod {pod}"),
@@ -255,10 +253,6 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
 
 
 # Slurm
-
-
-def _slurm_evidence(variables: Variables) -> str:
-    return _evidence(variables, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 
 
 def _slurm_step(variables: Variables) -> int | None:
@@ -290,7 +284,7 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
         )
     return Job(
         "slurm",
-        _slurm_evidence(variables),
+        _evidence(variables, *_SLURM),
         nodes=ExplainedValue(nodes, names[0] if names else "one machine"),
         name=ExplainedValue(job, "SLURM_JOB_ID"),
     )
@@ -315,7 +309,7 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
         )
     return Job(
         "slurm",
-        _slurm_evidence(variables),
+        _evidence(variables, *_SLURM),
         nodes=nodes,
         node_rank=_rank(variables, "SLURM_NODEID", nodes.value),
         head=ExplainedValue(hosts[0], "first machine in the step's list"),
@@ -324,13 +318,10 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
     )
 
 
-def scheduled_job(variables: Variables) -> SchedulerJob | None:
-    """Return the scheduler's job; None without a scheduler that names it."""
-    if "SLURM_JOB_ID" not in variables:
-        return None
-    restarts = variables.get("SLURM_RESTART_COUNT", "0")
-    requeued = int(restarts) if restarts.isdecimal() else 0
-    return SchedulerJob(variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID"))
+def scheduled_job(variables: Variables) -> tuple[str, int]:
+    """Return the name of the scheduler's job, and how often it was requeued; "" without one."""
+    requeues = variables.get("SLURM_RESTART_COUNT", "0")
+    return variables.get("SLURM_JOB_ID", ""), int(requeues) if requeues.isdecimal() else 0
 
 
 # Shared helpers
@@ -371,7 +362,7 @@ def _rank(variables: Variables, name: str, nodes: int | None) -> ExplainedValue[
 # In order of precedence.
 _TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Variables, str], Job]]] = {
     "variables": (_numbered_evidence, _numbered),
-    "kubernetes": (_kubernetes_evidence, _kubernetes),
-    "slurm": (_slurm_evidence, _slurm),
+    "kubernetes": (lambda variables: _evidence(variables, *_KUBERNETES), _kubernetes),
+    "slurm": (lambda variables: _evidence(variables, *_SLURM), _slurm),
 }
 ENVIRONMENTS = (*_TABLE, "local")

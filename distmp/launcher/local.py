@@ -13,14 +13,20 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest import mock
 
-from distmp.distributed.orphans import known_as_launcher
+from distmp.distributed.orphans import LAUNCHER_VARIABLE
 from distmp.distributed.rank_environment import STORE_VARIABLE
-from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
+from distmp.distributed.stopping import (
+    INTERRUPTED_EXIT_CODE,
+    STOP_SIGNALS,
+    exit_code_after,
+    ignore_stop_signals,
+)
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop, running_ranks
+from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import (
     Endpoint,
     Plan,
@@ -124,26 +130,17 @@ def launch(
 
 def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
-    rendezvous = Rendezvous.open(endpoint, log)
-    with failures_explained(rendezvous), rendezvous.watched(_give_up, running_ranks, log):
-        os.environ.update(_store_variables(endpoint))
+    rendezvous = Rendezvous.open(endpoint)
+    with failures_explained(rendezvous), rendezvous.watched(_give_up):
+        # Without these, torchrun's agent of rank 0 hosts a second store. It publishes the address
+        # once, so an agent that joins later waits forever; and if rank 0 moves to another agent,
+        # the others keep the old address (torch 2.13).
+        os.environ[STORE_VARIABLE] = f"{endpoint.run_id}@{endpoint}"
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         code = _run(options)
     if code != 0 and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
-
-
-def _store_variables(endpoint: Endpoint) -> dict[str, str]:
-    """Return the variables that make the ranks use only the launcher's store.
-
-    By default, torchrun's agent of rank 0 hosts a second store. It publishes the address once, so
-    an agent that joins later waits forever; and if rank 0 moves to another agent, the others keep
-    the old address (torch 2.13).
-    """
-    return {
-        STORE_VARIABLE: f"{endpoint.run_id}@{endpoint}",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
 
 
 def _apply(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
@@ -199,7 +196,8 @@ def _run(options: Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
-    with guarded(), OrderlyStop(options) as stop, known_as_launcher():
+    own_id = {LAUNCHER_VARIABLE: str(os.getpid())}  # for `distmp.distributed.orphans` in the ranks
+    with guarded(), OrderlyStop(options) as stop, mock.patch.dict(os.environ, own_id):
         for name in _NOISY:  # their modules, which `guarded` imports, set another level
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
@@ -212,7 +210,10 @@ def _run(options: Namespace) -> int:
 
 
 def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
-    _kill_leftovers()
+    # Ranks may outlive torchrun, which repeated signals interrupt while it waits.
+    ignore_stop_signals()
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    _kill_children()
     if number not in STOP_SIGNALS:
         log(f"stopped by {number.name}")
         return 128 + number
@@ -232,13 +233,6 @@ def _give_up(message: str) -> None:
     _kill_children()
     log(message)
     os._exit(1)
-
-
-def _kill_leftovers() -> None:
-    """Kill ranks that outlived torchrun, which repeated signals interrupt while it waits."""
-    for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    _kill_children()
 
 
 def _kill_children() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
-from distmp.launcher.job import ExplainedValue, Job
+from distmp.launcher.job import ExplainedValue, Job, Variables
 from distmp.launcher.network import (
     Network,
     address_of,
@@ -24,6 +24,7 @@ from distmp.launcher.network import (
     selected_interface,
 )
 from distmp.masking import masked, masked_text
+from distmp.utils.units import counted
 
 
 def log(message: str) -> None:
@@ -152,7 +153,7 @@ def make_plan(
     network: Network,
     cores: int,
     ranks: ExplainedValue[int],
-    variables: Mapping[str, str],
+    variables: Variables,
 ) -> Plan:
     """Derive the options that the user has not set.
 
@@ -202,9 +203,7 @@ def make_plan(
     return plan
 
 
-def _on_loopback(
-    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
-) -> Plan:
+def _on_loopback(plan: Plan, given: UserOptions, network: Network, variables: Variables) -> Plan:
     """Let a run on one machine listen on the loopback interface only."""
     loopback = network.interface_of(_LOOPBACK)
     if loopback is None:
@@ -216,17 +215,15 @@ def _on_loopback(
     return replace(plan, variables={**plan.variables, **additions})
 
 
-def _threads(
-    cores: int, ranks: int, variables: Mapping[str, str]
-) -> dict[str, ExplainedValue[str]]:
+def _threads(cores: int, ranks: int, variables: Variables) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
-    reason = f"{_count(cores, 'core')} / {_count(ranks, 'rank')}"
+    reason = f"{counted(cores, 'core')} / {counted(ranks, 'rank')}"
     return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, cores // ranks)), reason)}
 
 
 def _several(
-    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Mapping[str, str]
+    plan: Plan, given: UserOptions, nodes: int, network: Network, variables: Variables
 ) -> Plan:
     """Add the options for a rendezvous of several machines."""
     job = plan.job
@@ -353,7 +350,3 @@ def _seconds(conf: Mapping[str, str], key: str, default: int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--rdzv-conf {key}", text, "use an integer above 0, in seconds")
     return int(text)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -29,14 +29,17 @@ from distmp.distributed.limits import (
     PROBE_SECONDS,
     ROSTER,
     SAY_AFTER_SECONDS,
+    SILENT_SECONDS,
     STORE_SECONDS,
-    Beats,
+    beats,
     connection_error,
     responds,
+    send_beat,
 )
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
-from distmp.launcher.plan import Endpoint
+from distmp.launcher.orderly_stop import running_ranks
+from distmp.launcher.plan import Endpoint, log
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -183,23 +186,23 @@ class Rendezvous:
         self.endpoint = endpoint
         self.store = store
         self._number = store.add(ROSTER, 1)
-        self._beats = Beats(store, self._number)
+        # Heartbeats of each launcher, and when their number was first seen.
+        self._seen: dict[int, tuple[int, float]] = {}
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
         store.set(f"{ROSTER}/{self._number}", entry)
 
     @classmethod
-    def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
+    def open(cls, endpoint: Endpoint) -> Rendezvous:
         """Open the store, or wait until the first machine has opened it.
 
         Args:
             endpoint: The address of the store, and whether this is the first machine.
-            log: Called with a message if it has to wait.
 
         Raises:
             LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
-        return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
+        return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint))
 
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
@@ -216,12 +219,7 @@ class Rendezvous:
         return [Member(*json.loads(entry)) for entry in entries]
 
     @contextlib.contextmanager
-    def watched(
-        self,
-        lost: Callable[[str], None],
-        running_ranks: Callable[[], object],
-        log: Callable[[str], None],
-    ) -> Iterator[None]:
+    def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
         """Detect that the first machine is silent, and log what the start of ranks waits for.
 
         torchrun would wait for a silent machine without a limit.
@@ -229,9 +227,6 @@ class Rendezvous:
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
-            running_ranks: Returns the ranks of this machine. While there are none, it waits for
-                other machines.
-            log: Called with a message about the machines that the start of ranks waits for.
         """
         done = threading.Event()
         last_response = [time.monotonic()]
@@ -242,11 +237,10 @@ class Rendezvous:
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
-                    launchers = self.store.add(ROSTER, 0)
+                    send_beat(self.store, self._number)
                     last_response[0] = time.monotonic()
-                    self._beats.beat()
-                    alive = self._beats.alive(launchers)
-                    if running_ranks():
+                    alive = self._alive()
+                    if running_ranks():  # without any, torchrun waits for other machines
                         since, logged = time.monotonic(), ""
                     elif time.monotonic() - since > SAY_AFTER_SECONDS:
                         if (waiting := self._waiting_for(alive)) != logged:
@@ -265,6 +259,14 @@ class Rendezvous:
 
         with _threads([beat] if self.endpoint.is_host else [beat, watch], done):
             yield
+
+    def _alive(self) -> set[int]:
+        """Return the numbers of the launchers that run."""
+        now = time.monotonic()
+        for number, count in beats(self.store).items():
+            if self._seen.get(number, (None,))[0] != count:
+                self._seen[number] = (count, now)
+        return {n for n, (_, since) in self._seen.items() if now - since < SILENT_SECONDS}
 
     def _waiting_for(self, alive: Collection[int]) -> str:
         """Return what the start of ranks waits for.
@@ -376,8 +378,8 @@ def _open_store(endpoint: Endpoint) -> TCPStore:
         return open_store(endpoint.local_address, endpoint.port)
 
 
-def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
-    _wait_until_open(endpoint, log)
+def _reach(endpoint: Endpoint) -> TCPStore:
+    _wait_until_open(endpoint)
     store = _connect(endpoint)
     run_id = store.get(_RUN).decode()
     if run_id != endpoint.run_id:
@@ -388,7 +390,7 @@ def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
     return store
 
 
-def _wait_until_open(endpoint: Endpoint, log: Callable[[str], None]) -> None:
+def _wait_until_open(endpoint: Endpoint) -> None:
     started = time.monotonic()
     logged = False
     while (problem := connection_error(endpoint.address, endpoint.port)) is not None:

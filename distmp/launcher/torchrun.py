@@ -13,11 +13,8 @@ from distmp.launcher.plan import UserOptions
 
 # Options with which a user configures a rendezvous that the launcher does not manage.
 _OWN_RENDEZVOUS = ("standalone", "master_addr", "master_port")
-_READ = (
-    *_OWN_RENDEZVOUS,
-    *("nnodes", "nproc_per_node", "node_rank", "local_addr"),
-    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
-)
+_KEPT = ("local_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
+_READ = (*_OWN_RENDEZVOUS, *_KEPT, "nnodes", "nproc_per_node", "node_rank", "rdzv_conf")
 
 
 def read(arguments: list[str]) -> UserOptions:
@@ -56,11 +53,8 @@ def read(arguments: list[str]) -> UserOptions:
         nnodes=nnodes or None,
         ranks=ranks,
         node_rank=node_rank,
-        rdzv_backend=options.rdzv_backend,
-        rdzv_endpoint=options.rdzv_endpoint,
-        rdzv_id=options.rdzv_id,
+        **{name: getattr(options, name) for name in _KEPT},
         rdzv_conf=_read_conf(options.rdzv_conf),
-        local_addr=options.local_addr,
         own_rendezvous=own[0] if own else None,
     )
 

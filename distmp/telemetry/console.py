@@ -134,7 +134,7 @@ class Console:
 
     A closed reader does not end the run; see `PersistentStream`.
 
-    Close it (or use it in a `with` block) to leave the last state of the live line on the screen.
+    Close it to leave the last state of the live line on the screen.
 
     Args:
         settings: Mode, and the number of steps between plain lines.
@@ -207,12 +207,6 @@ class Console:
         if self._live is not None:
             self._live.close()
             self._live = None
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _needs_line(self, record: StepRecord, total_steps: int) -> bool:
         return (

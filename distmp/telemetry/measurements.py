@@ -8,17 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.quantization.linear import OPERANDS
 from distmp.quantization.operands import STATISTICS
 from distmp.utils.processes import return_freed_memory
-
-if TYPE_CHECKING:
-    import torch
 
 
 class StepTimer:
@@ -69,8 +67,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     and cannot be reset. Does not synchronize with the device.
     """
     if device.type == "cuda":
-        import torch
-
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -80,8 +76,6 @@ def begin_peak(device: torch.device) -> int:
 
     On a CUDA device these are the bytes of tensors, elsewhere the resident set (Linux only).
     """
-    import torch
-
     gc.collect()
     if device.type == "cuda":
         torch.cuda.init()  # statistics cannot be reset before

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -136,6 +136,22 @@ class RecordWriter:
         self._buffered.append(_line(record))
         self._flush()
 
+    def rewind(self, last_step: int) -> None:
+        """Drop the records of later steps."""
+        self.close()
+        self._buffered.clear()
+        self._file, self._last_kept = None, last_step
+        self._flush()
+
+    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers of a validation to the record of the last step, if that is `step`."""
+        last = read_records(self._path)[-1:]
+        self.rewind(step - 1)
+        if last and last[0].step == step:
+            values: dict[str, Any] = {"validation_loss": loss}
+            values["validation_metrics"] = dict(metrics) or None
+            self.write(dataclasses.replace(last[0], **values))
+
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""
         if self._buffered:
@@ -223,7 +239,8 @@ def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(record: StepRecord) -> bytes:
-    values = _renamed({name: getattr(record, name) for name in _FIELDS}, _name)
+    fields = {name: getattr(record, name) for name in _FIELDS}
+    values = _renamed(fields, lambda value: _NAMES.get(repr(value), value))
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -247,14 +264,8 @@ def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
     return rename(value)
 
 
-def _name(value: Any) -> Any:
-    """Return the name of NaN or an infinity, and every other value unchanged."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
 _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES = {repr(value): name for name, value in _NAMED.items()}
 _FIELDS = [field.name for field in dataclasses.fields(StepRecord)]
 _TEXTS = {
     field.name for field in dataclasses.fields(StepRecord) if str(field.type).startswith("str")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import ConfigError, require
 from distmp.utils.imports import parse_entries
-
-ConsoleMode = Literal["auto", "live", "plain", "off"]
 
 _NOTATION = "write a name, or {name: NAME, options: {OPTION: VALUE}}"
 
@@ -22,14 +20,13 @@ class LogConfig:
     """Output of the first rank during training.
 
     Raises:
-        ConfigError: If `every` is below 1, `console` is not one of its choices, or a tracker does
-            not exist.
+        ConfigError: If `every` is below 1, or a tracker does not exist.
     """
 
     every: int = 10
     """Steps between two plain lines. First, last, skipped and validated steps always print one."""
 
-    console: ConsoleMode = "auto"
+    console: Literal["auto", "live", "plain", "off"] = "auto"
     """`live` redraws one line in place, `plain` prints a line every `every` steps, `off` prints
     nothing. `auto` is `live` on a terminal and `plain` elsewhere."""
 
@@ -38,16 +35,9 @@ class LogConfig:
     import path 'module:Class' of an accelerate.tracking.GeneralTracker. With arguments:
     '{name: wandb, options: {project: first, mode: offline}}'."""
 
-    ranks_every: ClassVar[int] = 50
-    """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
-    slow ranks."""
-
     def __post_init__(self) -> None:
         hint = "use 1 or more; `log.console: off` prints nothing"
         require(self.every >= 1, "log.every", self.every, hint)
-        modes = get_args(ConsoleMode)
-        hint = nearest(str(self.console), modes)
-        require(self.console in modes, "log.console", self.console, hint)
         for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find

@@ -34,7 +34,7 @@ from distmp.utils import settings
 from distmp.utils.settings.yaml_files import write_yaml
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Run:
     """The components of a training run on one rank, as `build_run` returns them.
 
@@ -124,29 +124,29 @@ class _Builder:
             changes = changes_since(checkpoint.numbers, fingerprint)
             if not config.resume_force:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
-        directory = self._choose_directory(checkpoint)
-        for line in self._summary(parts, engine, parameters):
-            self.console.message(line)
-        if reason:
-            self.console.message(f"strategy: {chosen.strategy} ({reason})")
-        self._record_start(directory, checkpoint, progress.step, engine)
-        if checkpoint is not None:
-            self._continue_from(checkpoint, progress, engine, changes)
-        if (attempt := self.restarts.describe_attempt(progress.step)) is not None:
-            self.console.message(attempt)
-        return Run(
+        run = Run(
             config,
             world,
             self.console,
             parts,
             engine,
             fingerprint,
-            directory,
+            self._choose_directory(checkpoint),
             self.restarts,
             checkpoint,
             progress,
             None if self.choice is None else self.choice.lease,
         )
+        for line in _summary(run, parameters):
+            self.console.message(line)
+        if reason:
+            self.console.message(f"strategy: {chosen.strategy} ({reason})")
+        _record_start(run)
+        if checkpoint is not None:
+            _continue_from(checkpoint, run, changes)
+        if (attempt := self.restarts.describe_attempt(progress.step)) is not None:
+            self.console.message(attempt)
+        return run
 
     def _prepare(self) -> RunComponents:
         parts = components.prepare(self.config, self.world)
@@ -188,71 +188,62 @@ class _Builder:
         path = self.world.ranks.from_rank_0(choose)
         return RunDirectory(Path(path), self.config.checkpoint.path)
 
-    def _summary(self, parts: RunComponents, engine: Engine, parameters: str) -> Iterator[str]:
-        """Yield lines about the run, with the reason for every automatic choice."""
-        config, world, batch = self.config, self.world, self.config.batch
-        yield f"data: {parts.datasets.description}"
-        yield (
-            f"model: {config.model.name}, {parameters}; "
-            f"precision {engine.policy.name} ({engine.policy_reason})"
-        )
-        if engine.low_precision_matmuls.layers is not None:
-            yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
-        yield (
-            f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
-            f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
-            f"batch {batch.global_batch_size} = {world.world_size} ranks x "
-            f"{parts.microbatches} microbatches x {batch.microbatch_size} samples"
-        )
-        if isinstance(engine.optimizer, Muon):
-            yield f"optimizer: {engine.optimizer.describe()}"
 
-    def _record_start(
-        self,
-        directory: RunDirectory,
-        checkpoint: store.StoredCheckpoint | None,
-        step: int,
-        engine: Engine,
-    ) -> None:
-        """Write the configuration and the manifest, and print the directory of the run."""
-        config, log = self.config, self.console.message
-        log(f"run directory: {directory.path}")
-        if checkpoint is not None:
-            log(f"continuing from {checkpoint}")
-            if step >= config.steps:
-                log(
-                    f"nothing is left to train: the checkpoint is of step {step}, and "
-                    f"steps = {config.steps}"
-                )
-        if self.world.rank == 0:
-            try_to_write(directory.config, lambda path: write_yaml(config, path), log)
-        layers = engine.low_precision_matmuls.layers
-        record_start(
-            directory.manifest,
-            self.world,
-            settings.to_mapping(config),
-            first_step=step,
-            low_precision_matmuls=None if layers is None else formats_record(layers),
-        )
+def _summary(run: Run, parameters: str) -> Iterator[str]:
+    """Yield lines about the run, with the reason for every automatic choice."""
+    config, world, engine, batch = run.config, run.world, run.engine, run.config.batch
+    yield f"data: {run.components.datasets.description}"
+    yield (
+        f"model: {config.model.name}, {parameters}; "
+        f"precision {engine.policy.name} ({engine.policy_reason})"
+    )
+    if engine.low_precision_matmuls.layers is not None:
+        yield f"formats: {describe_formats(engine.low_precision_matmuls.layers)}"
+    yield (
+        f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
+        f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+        f"batch {batch.global_batch_size} = {world.world_size} ranks x "
+        f"{run.components.microbatches} microbatches x {batch.microbatch_size} samples"
+    )
+    if isinstance(engine.optimizer, Muon):
+        yield f"optimizer: {engine.optimizer.describe()}"
 
-    def _continue_from(
-        self,
-        checkpoint: store.StoredCheckpoint,
-        progress: Progress,
-        engine: Engine,
-        changes: Changes,
-    ) -> None:
-        """Report what changed since the checkpoint, and load it."""
-        if progress.step >= self.config.steps:
-            # A change of `steps` affects the learning rates of later steps, and none are left.
-            changes.consequential.pop("steps", None)
-        current_phase.enter("loading a checkpoint", transfers=True)
-        if self.world.rank == 0:
-            changes.report(self.console.message)
-        same_optimizer = "optim.name" not in changes.dangerous
-        self.world.ranks.all_or_none(
-            lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
-        )
+
+def _record_start(run: Run) -> None:
+    """Write the configuration and the manifest, and print the directory of the run."""
+    config, log, step = run.config, run.console.message, run.progress.step
+    log(f"run directory: {run.directory.path}")
+    if run.checkpoint is not None:
+        log(f"continuing from {run.checkpoint}")
+        if step >= config.steps:
+            log(
+                f"nothing is left to train: the checkpoint is of step {step}, and "
+                f"steps = {config.steps}"
+            )
+    if run.world.rank == 0:
+        try_to_write(run.directory.config, lambda path: write_yaml(config, path), log)
+    layers = run.engine.low_precision_matmuls.layers
+    record_start(
+        run.directory.manifest,
+        run.world,
+        settings.to_mapping(config),
+        first_step=step,
+        low_precision_matmuls=None if layers is None else formats_record(layers),
+    )
+
+
+def _continue_from(checkpoint: store.StoredCheckpoint, run: Run, changes: Changes) -> None:
+    """Report what changed since the checkpoint, and load it."""
+    if run.progress.step >= run.config.steps:
+        # A change of `steps` affects the learning rates of later steps, and none are left.
+        changes.consequential.pop("steps", None)
+    current_phase.enter("loading a checkpoint", transfers=True)
+    if run.world.rank == 0:
+        changes.report(run.console.message)
+    same_optimizer = "optim.name" not in changes.dangerous
+    run.world.ranks.all_or_none(
+        lambda: load_checkpoint(run.engine, checkpoint, optimizer=same_optimizer)
+    )
 
 
 def _count_parameters(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,12 +171,10 @@ def _with_weights(
     return model, rest
 
 
-def _check_ties(
-    built: Mapping[str, str], loaded: Mapping[str, str], weights: StoredWeights
-) -> None:
+def _check_ties(built: Mapping[str, str], loaded: Mapping[str, str], stored: StoredWeights) -> None:
     """Refuse stored weights with different values that the model ties: transformers unties them."""
     if untied := sorted(name for name, first in loaded.items() if built[name] != first):
-        raise weights.error(
+        raise stored.error(
             f"has other values for {listed(untied)} than for the weights that the model ties to "
             "them; set model.options: {tie_word_embeddings: false}"
         )
@@ -215,9 +213,8 @@ def build_engine(
     world: World,
     *,
     policy: PolicyLike,
-    attribution: bool = True,
-    first_step_checks: bool = True,
     load: bool = False,
+    **changes: Any,
 ) -> Engine:
     """Build the engine of a configuration.
 
@@ -226,21 +223,15 @@ def build_engine(
         parts: What `prepare` returned.
         world: The ranks; all have to call it.
         policy: The precision policy.
-        attribution: Whether the engine records what `Engine.explain` needs.
-        first_step_checks: Whether the engine checks for common mistakes in the first step.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
+        **changes: Other fields of the engine's settings.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
     resolved, _ = resolve(policy, world.device)
     round_frozen(config, parts, resolved)
-    settings = replace(
-        config.engine(parts.microbatches),
-        policy=policy,
-        attribution=attribution,
-        first_step_checks=first_step_checks,
-    )
+    settings = replace(config.engine(parts.microbatches), policy=policy, **changes)
     return Engine(
         parts.model,
         parts.loss,

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +30,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, Setup
 from distmp.faults.watchdog import Ending, Watchdog, record
 from distmp.masking import print_message
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.utils.processes import is_out_of_memory, memory_limit
+from distmp.utils.processes import holds_within, is_out_of_memory, memory_limit
 from distmp.utils.units import bytes_text
 
 # Time in which the launcher has to end a rank; it needs well under a second.
@@ -173,12 +172,10 @@ def _lost(environment: RankEnvironment) -> int:
 
 def _wait_for_watchdog(condition: Callable[[Watchdog], bool]) -> bool:
     """Wait for a condition up to `MESSAGE_SECONDS`; return whether it holds."""
-    deadline = time.monotonic() + MESSAGE_SECONDS
-    with contextlib.suppress(dist.DistError):
-        while _watchdog is not None and time.monotonic() < deadline:
-            if condition(_watchdog):
-                return True
-            time.sleep(0.05)
+    watchdog = _watchdog
+    if watchdog is not None:
+        with contextlib.suppress(dist.DistError):
+            return holds_within(lambda: condition(watchdog), MESSAGE_SECONDS)
     return False
 
 
@@ -188,12 +185,7 @@ def wait_to_be_ended() -> bool:
     Returns:
         True if it does, or has ended itself; False if it does nothing for `GRACE_SECONDS`.
     """
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline:
-        if StopSignals.last == signal.SIGTERM or is_orphan():
-            return True
-        time.sleep(0.05)
-    return False
+    return holds_within(lambda: StopSignals.last == signal.SIGTERM or is_orphan(), GRACE_SECONDS)
 
 
 def advice(

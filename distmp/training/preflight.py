@@ -34,12 +34,12 @@ from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
 from distmp.training.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
-from distmp.utils.settings import digest
-from distmp.utils.units import bytes_text
+from distmp.utils.processes import holds_within
+from distmp.utils.settings import digest, value_text
+from distmp.utils.units import bytes_text, counted
 
 # A network file system may show a new file late.
 _APPEARS_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 
 
 class _Ranks(NamedTuple):
@@ -113,10 +113,9 @@ def join_checked(
 
 
 def _summary(speeds: Sequence[RankSpeed], hosts: Sequence[str], seconds: float) -> str:
-    machines = len({*hosts})
     links = [speed.link for speed in speeds if speed.link]
     parts = [
-        f"{len(speeds)} ranks on {machines} host{'s' if machines > 1 else ''}, consistent",
+        f"{len(speeds)} ranks on {counted(len({*hosts}), 'host')}, consistent",
         f"all-reduce {bytes_text(min(speed.all_reduce for speed in speeds))}/s",
     ]
     if links:
@@ -170,18 +169,15 @@ def _differing(
 
 def _differences(values: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Return a line for each name whose value is not the same on all ranks."""
-    texts = {rank: {n: _text(v) for n, v in own.items()} for rank, own in values.items()}
+    texts = {
+        rank: {name: "unset" if value is None else value_text(value) for name, value in own.items()}
+        for rank, own in values.items()
+    }
     lines = []
     for name, by_value in differences(texts, absent="unset"):
         parts = [f"{value} on {_on_hosts(ranks, hosts)}" for value, ranks in by_value.items()]
         lines.append(f"{name} differs: {', '.join(parts)}")
     return lines
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "unset"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _on_hosts(ranks: Collection[int], hosts: Sequence[str]) -> str:
@@ -212,7 +208,9 @@ def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
                     tempfile.NamedTemporaryFile(dir=directory, prefix=".distmp-preflight-")
                 ).name
         name = ranks.gather("file", name)[0]
-        seen = ranks.gather("seen", name is None or _appears(Path(name)))
+        seen = ranks.gather(
+            "seen", name is None or holds_within(Path(name).exists, _APPEARS_SECONDS)
+        )
     return [rank for rank in range(ranks.world_size) if not seen[rank]]
 
 
@@ -223,15 +221,6 @@ def _checkpoint_directory(config: RunConfig) -> Path | None:
         path = locate("checkpoint.path", config.checkpoint.path)
     path = path.absolute()
     return next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _APPEARS_SECONDS
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _not_shared(config: RunConfig, ranks: Collection[int], hosts: Sequence[str]) -> str:

@@ -59,7 +59,7 @@ def train_as_rank(
     log.start(_header(environment))
     quiet = environment.rank != 0
     stop = until_reported.enter_context(StopSignals())
-    with Console(config.log, quiet=quiet, log=log) as console:
+    with contextlib.closing(Console(config.log, quiet=quiet, log=log)) as console:
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         if config.preflight == "only":

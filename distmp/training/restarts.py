@@ -71,16 +71,14 @@ class Restarts:
         store = rendezvous_store.connect(REJOIN_SECONDS) if kept else None
         return cls(store, count, max_restarts, world_size, checkpoint_path)
 
-    def checkpoint(
-        self, configured: Callable[[], StoredCheckpoint | None]
-    ) -> StoredCheckpoint | None:
+    def checkpoint(self, find: Callable[[], StoredCheckpoint | None]) -> StoredCheckpoint | None:
         """Return the checkpoint to continue from; None for a new run. Collective over all ranks.
 
         Args:
-            configured: Finds the checkpoint that the configuration names, for the first attempt.
+            find: Finds the checkpoint that the configuration names, for the first attempt.
         """
         if self.directory is None:
-            return configured()
+            return find()
         first = self._stored_value("first checkpoint")
         own = None
         # Until this job has saved, the directory may contain later checkpoints than the one that

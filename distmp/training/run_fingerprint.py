@@ -25,36 +25,28 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import digest, flat, leaf_names, to_mapping
+from distmp.utils.settings import digest, flat, leaf_names, to_mapping, value_text
 
-_OTHER_SAMPLES = "the position in the data refers to other samples"
-
+_OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
+_OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
+_OTHER_ROUNDING = ResumeRule("consequential", "forward, backward and reductions round differently")
+_HARMLESS = ResumeRule("harmless")
 
 # Properties of a run that are compared and are not settings, by their name in messages: the section
 # of the run's fingerprint that holds each, its name there, and the effect of a change.
 RUN_PROPERTIES = {
-    "samples in the data": ("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "vocabulary of the data": (
-        "data",
-        "vocabulary",
-        ResumeRule("dangerous", "token ids have another meaning"),
-    ),
-    "digest of the data": ("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "number of ranks": ("ranks", "number", ResumeRule("harmless")),
-    "device": ("ranks", "device", ResumeRule("harmless")),
-    "resolved precision": (
-        "ranks",
-        "precision",
-        ResumeRule("consequential", "forward, backward and reductions round differently"),
-    ),
-    "version of distmp": ("versions", "distmp", ResumeRule("harmless")),
-    "version of torch": ("versions", "torch", ResumeRule("harmless")),
-    "version of Python": ("versions", "python", ResumeRule("harmless")),
+    "samples in the data": ("data", "samples", _OTHER_SAMPLES),
+    "vocabulary of the data": ("data", "vocabulary", _OTHER_TOKENS),
+    "digest of the data": ("data", "digest", _OTHER_SAMPLES),
+    "number of ranks": ("ranks", "number", _HARMLESS),
+    "device": ("ranks", "device", _HARMLESS),
+    "resolved precision": ("ranks", "precision", _OTHER_ROUNDING),
+    "version of distmp": ("versions", "distmp", _HARMLESS),
+    "version of torch": ("versions", "torch", _HARMLESS),
+    "version of Python": ("versions", "python", _HARMLESS),
 }
 
 _MISSING = object()
-# A setting that exists in one of two versions of distmp only.
-_OTHER_VERSION = ResumeRule("harmless")
 
 logger = logging.getLogger("distmp")
 
@@ -116,7 +108,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     rules, changes = all_rules(), Changes()
     for name in (*now, *(name for name in before if name not in now)):
         old, new = before.get(name, _MISSING), now.get(name, _MISSING)
-        rule = rules.get(name, _OTHER_VERSION)
+        # Without a rule, the setting exists in one of two versions of distmp only.
+        rule = rules.get(name, _HARMLESS)
         if old == new or rule.kind == "ignored":
             continue
         line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"
@@ -126,10 +119,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def _as_configured(value: Any) -> str:
-    """Return a value as it is written in a configuration."""
-    if value is _MISSING:
-        return "(unknown)"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return "(unknown)" if value is _MISSING else value_text(value)
 
 
 def run_fingerprint(

@@ -29,55 +29,17 @@ logger = logging.getLogger("distmp")
 _RELEASE_SECONDS = 2.0
 
 
-class RunDirectoryInUseError(ConfigError):
-    """Another job owns the run directory.
-
-    Args:
-        directory: The directory.
-        owner: The other job.
-    """
-
-    def __init__(self, directory: RunDirectory, owner: Owner) -> None:
-        super().__init__(
-            "run_dir",
-            str(directory.path),
-            f"belongs to another job, which is running ({owner}). Wait until it ends or stop it, "
-            "or set another run_dir",
-        )
-
-
 class LostLeaseError(TrainingError):
     """Another job has taken over the run directory.
 
     Args:
-        directory: The directory.
-        owner: The new owner.
+        message: The message.
         is_same_job: Whether that is a later attempt of this job.
     """
 
-    def __init__(self, directory: RunDirectory, owner: Owner, *, is_same_job: bool) -> None:
+    def __init__(self, message: str, *, is_same_job: bool) -> None:
+        super().__init__(message)
         self.is_same_job = is_same_job
-        super().__init__(
-            f"run_dir = {str(directory.path)!r} was taken over by another job ({owner}), because "
-            f"this one did not renew its lease for {leases.SECONDS:.0f} s or was requeued; this "
-            "job ends and writes nothing more"
-        )
-
-
-class StoppedWaitError(DistmpError):
-    """A request to stop arrived while this job waited for the run directory.
-
-    Args:
-        directory: The directory.
-        number: The signal.
-    """
-
-    def __init__(self, directory: RunDirectory, number: int) -> None:
-        self.exit_code = exit_code_after(number)
-        super().__init__(
-            f"stopped by {signal.Signals(number).name} while waiting for run_dir = "
-            f"{str(directory.path)!r} (exit code {self.exit_code})"
-        )
 
 
 def this_job(name: str) -> Owner:
@@ -86,8 +48,8 @@ def this_job(name: str) -> Owner:
     Args:
         name: Its identity, the same in all its attempts.
     """
-    process, scheduler = ProcessIdentity.of_this_process(), scheduled_job(os.environ)
-    return Owner(name, socket.gethostname(), process, scheduler)
+    process = ProcessIdentity.of_this_process()
+    return Owner(name, socket.gethostname(), process, *scheduled_job(os.environ))
 
 
 class RunLease:
@@ -103,6 +65,7 @@ class RunLease:
 
     def __init__(self, directory: RunDirectory, job: Owner) -> None:
         self.directory = directory
+        self._run_dir = repr(str(directory.path))
         self._leases = [Lease(path, job) for path in directory.leased_paths()]
         self._job = job
         self._released = threading.Event()
@@ -117,39 +80,45 @@ class RunLease:
             first: Only if the directory and its checkpoints never had an owner.
 
         Raises:
-            RunDirectoryInUseError: If another job owns them.
-            StoppedWaitError: If this process receives a request to stop while it waits.
+            ConfigError: If another job owns them.
+            DistmpError: If this process receives a request to stop while it waits.
         """
         told: set[Owner] = set()
 
         def on_wait(owner: Owner) -> None:
             if StopSignals.last is not None:
-                raise StoppedWaitError(self.directory, StopSignals.last)
+                raise self._stopped(StopSignals.last)
             if owner not in told:
                 told.add(owner)
-                log(self._waiting(owner))
+                log(
+                    f"run_dir = {self._run_dir} belongs to {owner}; waiting until that job renews "
+                    f"its lease or ends (at most about {leases.SECONDS:.0f} s if it has ended)"
+                )
 
         for lease in self._leases:
             try:
-                if first:
-                    lease.claim_first()
-                else:
-                    lease.claim(on_wait)
-            except HeldError as held:
-                self.release()
-                raise RunDirectoryInUseError(self.directory, held.owner) from None
-            except StoppedWaitError:
-                self.release()
-                raise
+                lease.claim(on_wait, first=first)
             except OSError as error:
                 self._warn(lease, error)
+            except DistmpError as error:
+                self.release()
+                if not isinstance(error, HeldError):
+                    raise
+                raise ConfigError(
+                    "run_dir",
+                    str(self.directory.path),
+                    f"belongs to another job, which is running ({error.owner}). Wait until it ends "
+                    "or stop it, or set another run_dir",
+                ) from None
         self._thread.start()
 
-    def _waiting(self, owner: Owner) -> str:
-        return (
-            f"run_dir = {str(self.directory.path)!r} belongs to {owner}; waiting until that job "
-            f"renews its lease or ends (at most about {leases.SECONDS:.0f} s if it has ended)"
+    def _stopped(self, number: int) -> DistmpError:
+        code, name = exit_code_after(number), signal.Signals(number).name
+        error = DistmpError(
+            f"stopped by {name} while waiting for run_dir = {self._run_dir} (exit code {code})"
         )
+        error.exit_code = code
+        return error
 
     def check(self) -> None:
         """Check that this job still owns the run; costs nothing while the leases are renewed.
@@ -161,8 +130,12 @@ class RunLease:
             try:
                 lease.check()
             except HeldError as held:
-                same = held.owner.job == self._job.job
-                raise LostLeaseError(self.directory, held.owner, is_same_job=same) from None
+                raise LostLeaseError(
+                    f"run_dir = {self._run_dir} was taken over by another job ({held.owner}), "
+                    f"because this one did not renew its lease for {leases.SECONDS:.0f} s or was "
+                    "requeued; this job ends and writes nothing more",
+                    is_same_job=held.owner.job == self._job.job,
+                ) from None
             except Exception as error:  # noqa: BLE001  (see `claim`)
                 self._warn(lease, error)
 
@@ -231,7 +204,7 @@ class DirectoryChoice:
             The directory; None for a new run, and for `resume` with a path.
 
         Raises:
-            RunDirectoryInUseError: If another job owns the directory.
+            ConfigError: If another job owns the directory.
         """
         found = earlier
         if found is None and self._config.resume == "auto":
@@ -284,8 +257,8 @@ class DirectoryChoice:
     def _to_continue(self) -> RunDirectory | None:
         """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
         runs = run_directory.existing_runs(self._config.run_dir, self._config.checkpoint.path)
-        if (scheduler := self._job.scheduler) is not None:
-            runs = [run for run in runs if _scheduler_job(run) == scheduler.name] or runs
+        if scheduler := self._job.scheduler:
+            runs = [run for run in runs if _scheduler_job(run) == scheduler] or runs
         return runs[-1] if runs else None
 
     def _create(self) -> RunDirectory:
@@ -307,7 +280,7 @@ class DirectoryChoice:
                 )
             try:
                 self._claim(directory, first=True)
-            except RunDirectoryInUseError:
+            except ConfigError:
                 continue
             return directory
 
@@ -320,4 +293,4 @@ class DirectoryChoice:
 def _scheduler_job(run: RunDirectory) -> str | None:
     """Return the name of the scheduler's job that was the last to own a run, if it is known."""
     owner = next(filter(None, map(last_owner, run.leased_paths())), None)
-    return owner.scheduler.name if owner and owner.scheduler else None
+    return None if owner is None else owner.scheduler

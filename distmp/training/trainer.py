@@ -17,7 +17,7 @@ from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
 from distmp.training.build import build_run
-from distmp.training.callbacks import Callback, PendingStep, StepResult
+from distmp.training.callbacks import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
@@ -52,7 +52,7 @@ def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
     return recovery.usable(directory, before=numbers["step"]).checkpoint or latest
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """Runs one `RunConfig` on the ranks of `world`.
 
     Args:
@@ -63,10 +63,8 @@ class Trainer:
         restarts: Earlier attempts of this job; None reads them from the launcher's store.
 
     Attributes:
-        components: Data, loss, and the model before it was distributed.
         callbacks: All callbacks, in the order in which they are called.
         checkpointing: The callback that saves.
-        lease: On rank 0, the right to write to the run directory; None on the others.
         For the others see `distmp.training.callbacks.TrainingLoop`.
 
     Raises:
@@ -88,21 +86,11 @@ class Trainer:
         )
         self._users_callbacks = [*configured, *callbacks]
         world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
-        run = build_run(config, world, console, restarts)
-        self._checkpoint = run.checkpoint
-        self.config = config
-        self.world = world
-        self.console = console
-        self.components = run.components
-        self.engine = run.engine
-        self.directory = run.directory
-        self.restarts = restarts
-        self.lease = run.lease
-        self.progress = run.progress
+        super().__init__(**vars(build_run(config, world, console, restarts)))
         self.timer = StepTimer()
         self.states = CallbackStates(quiet=world.rank != 0)
-        self.checkpointing = Checkpointing(run, self.states)
-        self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
+        self.checkpointing = Checkpointing(self, self.states)
+        self.callbacks = in_order(self, self.checkpointing, self._users_callbacks)
         self.states.register(self.callbacks)
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
@@ -158,9 +146,9 @@ class Trainer:
         for callback in self._each("setup"):
             callback.setup(self)
         self.world.ranks.all_or_none(self.states.check)
-        if self._checkpoint is not None:
-            self._restore_callbacks(self._checkpoint)
-            self._checkpoint = None
+        if self.checkpoint is not None:
+            self._restore_callbacks(self.checkpoint)
+            self.checkpoint = None
 
     def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""

@@ -283,10 +283,8 @@ class _Seeded(TorchDispatchMode):
         seed_generators(f"model {self._seed}")
         return super().__enter__()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return self.run_real(function, args, kwargs or {}, self.next_seed(function))
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run_real(func, args, kwargs or {}, self.next_seed(func))
 
     def next_seed(self, function: Any) -> int | None:
         """Return the seed of a call; None if the function is not random."""
@@ -311,21 +309,19 @@ class _Recorder(_Seeded):
         self._recording = recording
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        seed = self.next_seed(function)
+        seed = self.next_seed(func)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not is_fake and (tensors or not _is_deferred(function, args, kwargs)):
-            return self.run_real(function, args, kwargs, seed)
-        if function.overloadpacket in _READS or _writes_to_real(function, args, kwargs):
+        if not is_fake and (tensors or not _is_deferred(func, args, kwargs)):
+            return self.run_real(func, args, kwargs, seed)
+        if func.overloadpacket in _READS or _writes_to_real(func, args, kwargs):
             args, kwargs = pytree.tree_map_only(FakeTensor, self._recording.value, (args, kwargs))
-            return self.run_real(function, args, kwargs, seed)
+            return self.run_real(func, args, kwargs, seed)
         with self._fake:
-            result = function(*args, **kwargs)
-        self._recording.add(function, args, kwargs, result, seed)
+            result = func(*args, **kwargs)
+        self._recording.add(func, args, kwargs, result, seed)
         return result
 
     def has_made(self, tensor: Any) -> bool:

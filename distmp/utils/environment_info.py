@@ -44,25 +44,18 @@ def versions() -> dict[str, str | None]:
 
     import distmp
 
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return {
         "python": platform.python_version(),
         "distmp": distmp.__version__,
         "torch": str(torch.__version__),
-        "nccl": _nccl(),
-        "accelerate": _installed("accelerate"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "accelerate": _accelerate(),
     }
 
 
-def _nccl() -> str | None:
-    import torch
-
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _installed(package: str) -> str | None:
+def _accelerate() -> str | None:
     try:
-        return metadata.version(package)
+        return metadata.version("accelerate")
     except metadata.PackageNotFoundError:
         return None

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from distmp.utils.dtypes import is_dtensor
 
+Shape = tuple[int, ...]
+
 
 class Rectangle(NamedTuple):
     """A rectangular part of a tensor, and its position in a range of elements.
@@ -33,7 +35,7 @@ class Rectangle(NamedTuple):
     start: int
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]:
+def rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
     """Divide the elements [start, stop) of a row-major tensor into rectangles.
 
     Args:
@@ -57,9 +59,7 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]
     return parts + _in_row(shape, end_row, end_row * row, stop, start)
 
 
-def _in_row(
-    shape: tuple[int, ...], row: int, start: int, stop: int, run_start: int
-) -> list[Rectangle]:
+def _in_row(shape: Shape, row: int, start: int, stop: int, run_start: int) -> list[Rectangle]:
     """Return the rectangles of [start, stop), a range inside one row of the first dimension."""
     row_start = row * math.prod(shape[1:])
     return [

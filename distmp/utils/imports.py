@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, cast
 
 from distmp.errors import ConfigError, did_you_mean
 
+# Keyword arguments, or the names of positional ones.
+Args = Mapping[str, Any] | Sequence[str]
+
 
 def require_package(setting: str, value: Any, package: str, extra: str) -> None:
     """Check that an optional package is installed, without importing it.
@@ -81,9 +84,7 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", loaded)
 
 
-def load_function(
-    setting: str, path: str, arguments: Mapping[str, Any] | Sequence[str], problem: str
-) -> Callable[..., Any]:
+def load_function(setting: str, path: str, arguments: Args, problem: str) -> Callable[..., Any]:
     """Import `module:attribute`, which has to take some arguments; it is not called.
 
     Args:
@@ -101,11 +102,7 @@ def load_function(
 
 
 def check_arguments(
-    setting: str,
-    value: object,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any] | Sequence[str],
-    problem: str,
+    setting: str, value: object, function: Callable[..., Any], arguments: Args, problem: str
 ) -> None:
     """Refuse arguments that a function or class does not take, without calling it.
 

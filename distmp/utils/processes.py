@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +92,16 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in "ZX" else fields[18]
+
+
+def holds_within(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it holds within some seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 _PR_SET_PDEATHSIG = 1

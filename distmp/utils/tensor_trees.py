@@ -139,7 +139,9 @@ def checksum(tree: Any, describe: Callable[[object], str] = repr) -> int:
 
 
 def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
-    if isinstance(leaf, Tensor) and _has_elements(leaf):
+    # A sparse, nested or meta tensor cannot be flattened.
+    flat = isinstance(leaf, Tensor) and not (leaf.is_nested or leaf.is_meta)
+    if flat and leaf.layout == torch.strided:
         start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().contiguous()
         return str(tuple(leaf.shape)).encode(), start.view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
@@ -147,8 +149,3 @@ def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
         return str(leaf.shape).encode(), start_of_array.tobytes()
     text = repr(leaf) if isinstance(leaf, _COMPARED_BY_REPR) else describe(leaf)
     return (text.encode(errors="backslashreplace"),)
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    """Return whether a tensor can be flattened, unlike a sparse, nested or meta one."""
-    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)

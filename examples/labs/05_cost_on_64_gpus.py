@@ -13,7 +13,7 @@ import sys
 
 import matplotlib.pyplot as plt
 
-from distmp.commands.explain.command import load
+from distmp.commands.explain.command import ExplainConfig
 from distmp.commands.explain.explanation import explain
 from distmp.commands.explain.report import report
 
@@ -35,7 +35,7 @@ STRATEGIES = {
     "fsdp": ["--strategy", "fsdp", "--sharding.accumulate", "sharded"],
 }
 found = {
-    name: explain(load([*RUN, *options]), world_size=64, ranks_per_machine=8)
+    name: explain(ExplainConfig.load([*RUN, *options]), world_size=64, ranks_per_machine=8)
     for name, options in STRATEGIES.items()
 }
 

@@ -88,7 +88,7 @@ UPDATES = "distmp/engine/updates.py"
 SNAPSHOTS = "distmp/checkpoint/snapshot.py"
 COPIES = "distmp/utils/host_copy.py"
 MODULE_BUFFERS = "distmp/parallel/module_buffers.py"
-STRAGGLERS = "distmp/telemetry/stragglers.py"
+STRAGGLERS = "distmp/training/callbacks/stragglers.py"
 LEARNING_RATES = "distmp/optim/learning_rates.py"
 PRODUCTS = "distmp/quantization/products.py"
 TRAINER = "distmp/training/trainer.py"
@@ -702,9 +702,9 @@ MUTANTS = [
     Mutant(
         "the log waits for the device in every step",
         "distmp/training/callbacks/step_logger.py",
-        "        self._log.write(self._record(result, trainer))\n",
+        "        record = self._record(result, trainer)\n",
         "        trainer.engine.step_counts.tolist()\n"
-        "        self._log.write(self._record(result, trainer))\n",
+        "        record = self._record(result, trainer)\n",
         EACH_STEP,
     ),
     Mutant(

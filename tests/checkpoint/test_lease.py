@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint.lease import Content, HeldError, Lease, Owner, SchedulerJob
+from distmp.checkpoint.lease import Content, HeldError, Lease, Owner
 from distmp.utils.processes import ProcessIdentity
 
 ELSEWHERE = ProcessIdentity("another machine", 1, "1")
@@ -61,7 +61,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def lease(directory: Path, job: str, clock: Clock, **changes: Any) -> Lease:
-    return Lease(directory, owner(job, **changes), clock=clock, sleep=clock.sleep)
+    made = Lease(directory, owner(job, **changes))
+    made._clock, made._sleep = clock, clock.sleep
+    return made
 
 
 def pair(directory: Path) -> tuple[Clock, Lease, Lease]:
@@ -140,17 +142,17 @@ def test_stopped_job_without_successor_continues(directory: Path) -> None:
 
 def test_replacement_depends_on_process_and_scheduler_job(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
-    job = owner("a", process=here, scheduler=SchedulerJob("7", 1))
+    job = owner("a", process=here, scheduler="7", requeues=1)
     assert job.replaces(owner("a"))
     assert job.replaces(owner("b", process=here))
     assert not job.replaces(owner("b"))
     assert not job.replaces(owner("b", process=here._replace(pid=os.getppid(), started=parent())))
     assert job.replaces(owner("b", process=here._replace(started="0")))
     assert not job.replaces(owner("b", process=here._replace(machine="x", started="0")))
-    assert job.replaces(owner("b", scheduler=SchedulerJob("7", 0)))
+    assert job.replaces(owner("b", scheduler="7", requeues=0))
     # Two steps of one allocation, and another job.
-    assert not job.replaces(owner("b", scheduler=SchedulerJob("7", 1)))
-    assert not job.replaces(owner("b", scheduler=SchedulerJob("8", 0)))
+    assert not job.replaces(owner("b", scheduler="7", requeues=1))
+    assert not job.replaces(owner("b", scheduler="8", requeues=0))
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -176,7 +178,7 @@ def test_incomplete_lease_file_counts_as_owned(tmp_path: Path) -> None:
 
 def test_lease_content_round_trips(tmp_path: Path) -> None:
     here = ProcessIdentity.of_this_process()
-    content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3, "1")), "ending", 4, 5.0)
+    content = Content(Owner("a", "host", here, "1_2", 3), "ending", 4, 5.0)
     assert Content.decode(content.encode()) == content
     for damaged in (b"", b"{", b"[]", b'{"owner": 3}', content.encode()[:100]):
         assert Content.decode(damaged) is None
@@ -196,12 +198,12 @@ def test_deleted_directory_is_claimed_again(tmp_path: Path) -> None:
 
 def test_only_a_new_directory_has_a_first_owner(directory: Path) -> None:
     _, first, second = pair(directory)
-    first.claim_first()
+    first.claim(first=True)
     with pytest.raises(HeldError, match="host of a"):
-        second.claim_first()
+        second.claim(first=True)
     first.release()
     with pytest.raises(HeldError, match="host of a"):
-        second.claim_first()
+        second.claim(first=True)
 
 
 # Every interleaving
@@ -280,7 +282,8 @@ class Process:
         self.job = job
         self.last = ""
         directory: Any = SharedPath(content, self._pause)
-        self.lease = Lease(directory, owner(job), clock=self._clock, sleep=self._sleep)
+        self.lease = Lease(directory, owner(job))
+        self.lease._clock, self.lease._sleep = self._clock, self._sleep
         self._now = now
         self._thread: threading.Thread | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)

@@ -20,7 +20,9 @@ WORLD_SIZE = 3
 
 
 def rank(store: Store, number: int, world_size: int = WORLD_SIZE) -> Agreement:
-    return Agreement(store, RankEnvironment(number, 0, world_size, 1), limit_seconds=0.3)
+    agreement = Agreement(store, RankEnvironment(number, 0, world_size, 1))
+    agreement._limit_seconds = 0.3
+    return agreement
 
 
 def agree(*ranks: Agreement) -> list[int]:

@@ -9,9 +9,8 @@ import runpy
 from benchmarks.figures import ROOT
 from distmp.commands.doctor import CHECKS
 from distmp.distributed.limits import ARRIVAL_SECONDS
-from distmp.telemetry import stragglers
-from distmp.telemetry.settings import LogConfig
 from distmp.training import preflight
+from distmp.training.callbacks import stragglers
 from distmp.training.failures import PREFLIGHT_SECONDS
 from distmp.utils import environment_info as circumstances
 from distmp.utils.files import TOTAL_BYTES
@@ -42,7 +41,7 @@ def test_page_numbers_agree_with_code() -> None:
     assert f"within {ARRIVAL_SECONDS:g} seconds" in ALL_WELL
     assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
     assert f"better link is {preflight.SLOW_LINK:g} x slower" in ALL_WELL
-    assert f"Every {LogConfig.ranks_every} steps" in RUNNING
+    assert f"Every {stragglers.StragglerDetection.every} steps" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
         RUNNING.split()
     )

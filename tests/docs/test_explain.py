@@ -22,7 +22,7 @@ def test_commands_of_page_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = re.findall(r"^\.venv/bin/distmp explain (.*)$", PAGE, flags=re.MULTILINE)
     assert len(commands) == 3
     for line in commands:
-        assert command.load(shlex.split(line)).world_size
+        assert command.ExplainConfig.load(shlex.split(line)).world_size
 
 
 def test_page_numbers_agree_with_code() -> None:

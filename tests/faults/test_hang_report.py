@@ -251,7 +251,9 @@ def ask(watchdog: Watchdog) -> None:
 def alone(rank: int = 0, world_size: int = 1, store: HashStore | None = None) -> Watchdog:
     environment = RankEnvironment(rank, rank, world_size, world_size)
     phase = PhaseTracker()
-    return Watchdog(store or HashStore(), environment, 1, 1, phase=phase, interval_seconds=0.05)
+    watchdog = Watchdog(store or HashStore(), environment, 1, 1)
+    watchdog._phase, watchdog._interval = phase, 0.05
+    return watchdog
 
 
 def collective_that_rank_2_does_not_start(group: dist.ProcessGroup) -> dist.Work | None:

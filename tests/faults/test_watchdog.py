@@ -64,9 +64,8 @@ def watch(
         RankEnvironment(rank, rank % per_machine, world_size, per_machine),
         seconds,
         first_seconds,
-        phase=PhaseTracker(),
-        interval_seconds=interval,
     )
+    watchdog._phase, watchdog._interval = PhaseTracker(), interval
     watchdog._phase.begin_step(3, first=bool(first_seconds))
     return watchdog
 

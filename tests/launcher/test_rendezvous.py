@@ -64,7 +64,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def first(port: int) -> Rendezvous:
-    return Rendezvous.open(endpoint(port), quiet)
+    return Rendezvous.open(endpoint(port))
 
 
 @pytest.fixture
@@ -73,12 +73,19 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def quiet(message: str) -> None:
+def unexpected(message: str) -> None:
     pytest.fail(f"unexpected log line: {message}")
 
 
+@pytest.fixture(autouse=True)
+def _without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests log nothing, as on machines whose ranks run."""
+    monkeypatch.setattr(rendezvous, "log", unexpected)
+    monkeypatch.setattr(rendezvous, "running_ranks", lambda: [1])
+
+
 def test_joined_hosts_know_each_other(port: int, first: Rendezvous) -> None:
-    second = Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
+    second = Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"))
     assert [member.address for member in first.members()] == ["127.0.0.1", "127.0.0.2"]
     assert second.members() == first.members()
     assert first.unresponsive() == second.unresponsive() == []
@@ -96,7 +103,9 @@ def test_first_host_names_hosts_waited_for(
     monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.05)
     lines: queue.Queue[str] = queue.Queue()
-    with first.watched(pytest.fail, lambda: False, lines.put):
+    monkeypatch.setattr(rendezvous, "log", lines.put)
+    monkeypatch.setattr(rendezvous, "running_ranks", list)
+    with first.watched(pytest.fail):
         line = lines.get(timeout=60)
         assert re.fullmatch(r"waiting for n2 \(joined: .* \(127\.0\.0\.1\)\), up to \d+ s", line)
         time.sleep(0.3)
@@ -107,7 +116,7 @@ def test_first_host_names_hosts_waited_for(
 def test_silent_host_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
+    Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"))
     monkeypatch.setattr(rendezvous, "responds", lambda address, port=9: address != "127.0.0.2")
     for error in (api.RendezvousTimeoutError(), api.RendezvousConnectionError()):
         with pytest.raises(LaunchError, match=r"lost .* \(127\.0\.0\.2\), which d(oes|id) not"):
@@ -134,7 +143,7 @@ def raise_in(joined: Rendezvous, error: Exception) -> None:
 
 def test_port_in_use_is_refused(listener: socket.socket) -> None:
     with pytest.raises(LaunchError, match=r"is in use; end the process .*--port"):
-        Rendezvous.open(endpoint(listener.getsockname()[1]), quiet)
+        Rendezvous.open(endpoint(listener.getsockname()[1]))
 
 
 def test_other_program_at_endpoint_is_refused(
@@ -142,20 +151,21 @@ def test_other_program_at_endpoint_is_refused(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
     with pytest.raises(LaunchError, match="is not the rendezvous of a run"):
-        Rendezvous.open(endpoint(listener.getsockname()[1], is_host=False), quiet)
+        Rendezvous.open(endpoint(listener.getsockname()[1], is_host=False))
 
 
 @pytest.mark.usefixtures("first")
 def test_other_run_at_endpoint_is_refused(port: int) -> None:
     with pytest.raises(LaunchError, match=r"another run .*: 7\.0, and this is 8\.0"):
-        Rendezvous.open(endpoint(port, is_host=False, run_id="8.0"), quiet)
+        Rendezvous.open(endpoint(port, is_host=False, run_id="8.0"))
 
 
 def test_endpoint_without_listener_times_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.0)
     lines: list[str] = []
+    monkeypatch.setattr(rendezvous, "log", lines.append)
     with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
-        Rendezvous.open(endpoint(port, is_host=False), lines.append)
+        Rendezvous.open(endpoint(port, is_host=False))
     (message,) = lines
     assert "waiting for the first machine (n1, 127.0.0.1)" in message
 
@@ -164,26 +174,26 @@ def test_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.1)
-    second = Rendezvous.open(endpoint(port, is_host=False, read_timeout_seconds=2), quiet)
+    second = Rendezvous.open(endpoint(port, is_host=False, read_timeout_seconds=2))
     lost: list[str] = []
     # It responds on the connection, although it accepts no new ones.
     monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
-    with second.watched(lost.append, lambda: True, quiet):
+    with second.watched(lost.append):
         time.sleep(3)
     assert lost == []
     # It accepts new connections, but does not respond: it is busy.
     probed = threading.Semaphore(0)
     monkeypatch.setattr(rendezvous, "responds", lambda *_: probed.release() or True)
     monkeypatch.setattr(second, "store", Silent())
-    with second.watched(lost.append, lambda: True, quiet):
+    with second.watched(lost.append):
         assert probed.acquire(timeout=30)
         assert probed.acquire(timeout=30)
     assert lost == []
     monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
-    with second.watched(lost.append, lambda: True, quiet):
+    with second.watched(lost.append):
         wait_until(lambda: bool(lost))
     assert lost[0].startswith("the first machine (n1, 127.0.0.1) has been silent for ")
-    with first.watched(lost.append, lambda: True, quiet):
+    with first.watched(lost.append):
         pass
     assert len(lost) == 1
 

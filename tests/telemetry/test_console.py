@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_plain_messages_keep_order_and_text() -> None:
 def test_disabled_console_prints_nothing(settings: LogConfig) -> None:
     stream = io.StringIO()
     quiet = settings.console != "off"
-    with Console(settings, quiet=quiet, stream=stream) as console:
+    with closing(Console(settings, quiet=quiet, stream=stream)) as console:
         console.message("hello")
         console.step(record(1, skipped=True), 1)
     assert stream.getvalue() == ""
@@ -82,7 +83,7 @@ def test_stream_without_unicode_gets_escapes() -> None:
 
 
 def _live_run() -> None:
-    with Console() as console:
+    with closing(Console()) as console:
         console.message("before")
         for step in range(1, 201):
             console.step(record(step, skipped_total=3), 200)
@@ -108,7 +109,7 @@ def test_live_line_stays_at_bottom(columns: int) -> None:
 def test_live_line_is_drawn_ten_times_a_second() -> None:
     def run_for_a_second() -> None:
         begin, step = time.monotonic(), 0
-        with Console() as console:
+        with closing(Console()) as console:
             while time.monotonic() - begin < 1:
                 step += 1
                 console.step(record(step), 10**6)
@@ -134,7 +135,7 @@ def test_no_color_variable_disables_color() -> None:
 )
 def test_plain_console_on_terminal(settings: LogConfig, environment: dict[str, str]) -> None:
     def run() -> None:
-        with Console(settings) as console:
+        with closing(Console(settings)) as console:
             for step in range(1, 31):
                 console.step(record(step), 30)
 
@@ -233,7 +234,7 @@ def test_closed_terminal_does_not_end_run(tmp_path: Path) -> None:
         status = 1
         try:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            with open(1, "w", closefd=False) as sys.stdout, Console() as console:
+            with open(1, "w", closefd=False) as sys.stdout, closing(Console()) as console:
                 console.step(record(1), 9)
                 while not (tmp_path / "closed").exists():
                     time.sleep(0.01)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +16,50 @@ from torch import Tensor, nn
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.profiler import StepProfiler, measured
+from distmp.telemetry.measurements import StepTimer
+from distmp.telemetry.profiler import measured
 from distmp.telemetry.settings import ProfileConfig
+from distmp.training.callbacks.profiling import Profiling
 from tests import reference
 from tests.ranks import run_ranks
 from tests.reference import TWO_RANKS, fused_adamw, make_model, microbatches
 
 STEPS = 4
+ANYTHING: Any = None
 WINDOW = "2:3"
 SLEEP_SECONDS = 0.3
 CPU = World(0, 1, torch.device("cpu"), None)
+
+
+class StepProfiler:
+    """Calls the hooks of `Profiling` as the trainer does."""
+
+    def __init__(
+        self, config: ProfileConfig, directory: Path, world: World, log: Callable[[str], object]
+    ) -> None:
+        run: Any = SimpleNamespace(
+            config=SimpleNamespace(profile=config),
+            directory=SimpleNamespace(profile=directory),
+            world=world,
+            console=SimpleNamespace(message=log),
+        )
+        self._callback = Profiling(run)
+
+    def before(self, step: int) -> None:
+        trainer: Any = SimpleNamespace(timer=StepTimer())
+        self._callback.on_step_begin(trainer, step)
+
+    def finish(self) -> None:
+        result: Any = SimpleNamespace(rolls_back=True)
+        self._callback.on_step_end(ANYTHING, result)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self._callback.on_train_end(ANYTHING, finished=True)
+        self._callback.on_exit(ANYTHING, error)
 
 
 class Slow:

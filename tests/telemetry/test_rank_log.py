@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,7 +160,7 @@ def test_live_line_is_not_copied_to_file(tmp_path: Path) -> None:
     def program() -> None:
         with RankLog() as log:
             log.start("--- a start")
-            with Console(LogConfig(every=50), log=log) as console:
+            with closing(Console(LogConfig(every=50), log=log)) as console:
                 console.message("before")
                 log.place(path)
                 for step in range(1, 201):

@@ -14,11 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
-from distmp.telemetry.settings import LogConfig
-from distmp.telemetry.trackers import Trackers
-from distmp.training.callbacks.step_logger import StepLog
 from tests.disks import disk, fill
 from tests.telemetry.samples import record
 
@@ -229,47 +225,33 @@ def test_overflow_without_json_form_writes_nothing(path: Path) -> None:
     assert repr(found.overflow) == "{'largest': [nan, 1.5]}"
 
 
-def make_log(path: Path | None, after_step: int = 0) -> StepLog:
-    console = Console(LogConfig(), quiet=True)
-    return StepLog(path, after_step, Trackers({}, console.message), console, steps=9)
-
-
 def written(path: Path) -> list[tuple[int, float | None]]:
     return [(found.step, found.validation_loss) for found in read_records(path)]
 
 
-def write_steps(log: StepLog, *steps: int) -> None:
+def write_steps(writer: RecordWriter, *steps: int) -> None:
     for step in steps:
-        log.write(record(step))
+        writer.write(record(step))
 
 
 def test_continued_run_drops_later_records(path: Path) -> None:
-    log = make_log(path)
-    write_steps(log, 1, 2, 3)
-    log.close()
-    log = make_log(path, after_step=2)
-    write_steps(log, 3, 4, 5)
-    log.rewind(3)
-    write_steps(log, 4)
-    log.close()
+    writer = RecordWriter(path, 0)
+    write_steps(writer, 1, 2, 3)
+    writer.close()
+    writer = RecordWriter(path, 2)
+    write_steps(writer, 3, 4, 5)
+    writer.rewind(3)
+    write_steps(writer, 4)
+    writer.close()
     assert [step for step, _ in written(path)] == [1, 2, 3, 4]
 
 
 def test_late_validation_belongs_to_last_step(path: Path) -> None:
-    log = make_log(path)
-    write_steps(log, 1, 2)
-    log.add_validation(2, 1.5, {})
+    writer = RecordWriter(path, 0)
+    write_steps(writer, 1, 2)
+    writer.add_validation(2, 1.5, {})
     assert written(path) == [(1, None), (2, 1.5)]
     # A run whose last record is missing keeps its records.
-    log.add_validation(3, 1.25, {})
-    log.close()
+    writer.add_validation(3, 1.25, {})
+    writer.close()
     assert written(path) == [(1, None), (2, 1.5)]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    log = make_log(None)
-    write_steps(log, 1)
-    log.add_validation(1, 1.0, {})
-    log.rewind(0)
-    log.close()
-    assert [*tmp_path.iterdir()] == []

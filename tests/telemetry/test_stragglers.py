@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,11 @@ from distmp.distributed import waiting
 from distmp.distributed.waiting import ComputeTime, StepClock, collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, compute_seconds
+from distmp.training.callbacks.stragglers import (
+    SlowRankDetector,
+    StragglerDetection,
+    compute_seconds,
+)
 from tests.marks import nightly
 from tests.ranks import ranks, run_ranks
 from tests.recording import no_waiting
@@ -50,6 +56,41 @@ class Sleepy(nn.Module):
         return SleepsInBackward.apply(y) if self.where == "backward" else y
 
 
+class Stragglers:
+    """Calls the hooks of a `StragglerDetection` as the trainer does."""
+
+    def __init__(
+        self,
+        world: World,
+        clock: StepClock,
+        strategy: str,
+        *,
+        every: int,
+        log: Callable[[str], object],
+    ) -> None:
+        engine, console = (
+            SimpleNamespace(clock=clock, strategy=strategy),
+            SimpleNamespace(message=log),
+        )
+        run: Any = SimpleNamespace(world=world, engine=engine, console=console)
+        self._callback = StragglerDetection(run)
+        self._callback.every = every
+
+    def before(self, step: int, paused_seconds: float = 0.0) -> None:
+        trainer: Any = SimpleNamespace(timer=SimpleNamespace(paused_seconds=paused_seconds))
+        self._callback.on_step_begin(trainer, step)
+
+    def after(self, step: int) -> None:
+        launched: Any = SimpleNamespace(step=step)
+        self._callback.on_step_launched(launched, launched)
+
+    def seconds(self, step: int) -> list[float] | None:
+        result: Any = SimpleNamespace(step=step, rank_seconds=None)
+        self._callback.on_step_end(result, result)
+        found: list[float] | None = result.rank_seconds
+        return found
+
+
 Times = dict[int, list[float]]
 
 
@@ -67,7 +108,7 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
         if where == "data" and world.rank == 1:
             time.sleep(SLEEP_SECONDS)
         engine.step(microbatches(step, TWO_RANKS[0], world.rank))
-        stragglers.after(step, 0.0)
+        stragglers.after(step)
         if (seconds := stragglers.seconds(step)) is not None:
             found[step] = seconds
     return lines, found
@@ -200,11 +241,11 @@ def pauses() -> list[float]:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", strategy="ddp", device="cpu")
     stragglers = Stragglers(world, engine.clock, "ddp", every=3, log=pytest.fail)
     for step in range(1, 4):
-        stragglers.before(step)
         pause = SLEEP_SECONDS if step > 1 and world.rank == 1 else 0.0
+        stragglers.before(step, pause)
         time.sleep(pause)
         engine.step(microbatches(step, TWO_RANKS[0], world.rank))
-        stragglers.after(step, pause)
+        stragglers.after(step)
     seconds = stragglers.seconds(3)
     assert seconds is not None
     assert stragglers.seconds(3) is None
@@ -231,7 +272,7 @@ def test_single_rank_is_not_measured() -> None:
     for step in (1, 2, 3):
         stragglers.before(step)
         engine.step(microbatches(step, [(4,)]))
-        stragglers.after(step, 0.0)
+        stragglers.after(step)
         assert stragglers.seconds(step) is None  # alone
     assert engine.clock.take() is None
 
@@ -275,6 +316,6 @@ def test_two_gpus_exchange_times_without_synchronization() -> None:
         own = ComputeTime(step + world.rank, 0.5)
         clock.take = lambda own=own: own  # type: ignore[method-assign,misc]
         with no_waiting():
-            stragglers.after(step, 0.0)
+            stragglers.after(step)
             torch.ones(4, device="cuda").sum()
         assert stragglers.seconds(step) == [step - 0.5, step + 0.5]

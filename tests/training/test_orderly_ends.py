@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.records import read_records
 from distmp.train import main
-from distmp.training.callbacks.stopping import TimeBudget, TimeLimit
+from distmp.training.callbacks import stopping
+from distmp.training.callbacks.stopping import TimeLimit
 from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
@@ -50,6 +52,13 @@ def trainer(directory: Path, *arguments: str) -> Trainer:
 
 def time_limit(trainer: Trainer) -> TimeLimit:
     return next(found for found in trainer.callbacks if isinstance(found, TimeLimit))
+
+
+def set_time(trainer: Trainer, minutes: float | None, clock: Callable[[], float]) -> None:
+    """Set the time limit of a job that started at 0 s, and what the time is."""
+    limit = time_limit(trainer)
+    limit._minutes, limit._job_started, limit._save_seconds = minutes, 0.0, 2.0
+    stopping.time = SimpleNamespace(time=clock)  # type: ignore[assignment]
 
 
 def around(function: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
@@ -106,15 +115,13 @@ def _time_is_over_on_rank_1(directory: Path) -> None:
     limited = trainer(directory, "--max-minutes=5")
     minutes = 5.0 if limited.world.rank == 1 else None
     # A minute per step: in the fifth there is not enough time left for a save.
-    time_limit(limited).budget = TimeBudget(
-        minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step
-    )
+    set_time(limited, minutes, lambda: 60.0 * limited.progress.step)
     assert not limited.run(StopSignals())
     assert limited.progress.step == 6
     assert limited.checkpointing.writer.saved_step == 6
     # A job without any time left takes no step.
     late = trainer(directory, "--max-minutes=5", "--resume=auto")
-    time_limit(late).budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
+    set_time(late, 5.0, lambda: 600.0)
     late.engine.step = lambda *_, **__: pytest.fail("a step")  # type: ignore[method-assign]
     assert not late.run(StopSignals())
 
@@ -125,16 +132,15 @@ def test_time_limit_stops_all_ranks(tmp_path: Path) -> None:
 
 
 def test_time_limit_is_reported_although_the_last_save_took_less_than_estimated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus(tmp_path / "corpus")
     limited = trainer(tmp_path, "--max-minutes=5")
-    large = 10_000_000_000  # bytes: more than a minute and a half is reserved for the save
-    time_limit(limited).budget = TimeBudget(
-        5.0, large, 0.0, clock=lambda: 200.0 if limited.progress.step >= 2 else 0.0
-    )
+    monkeypatch.setattr(stopping, "time", stopping.time)  # restored at the end
+    set_time(limited, 5.0, lambda: 200.0 if limited.progress.step >= 2 else 0.0)
+    time_limit(limited)._save_seconds = 100.0  # until the first save is measured
     assert not limited.run(StopSignals())
-    assert not time_limit(limited).budget.is_spent()
+    assert time_limit(limited).stop_reason(limited) is None
     assert "stopped after step 3 (max_minutes = 5)" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from distmp.checkpoint import lease as leases
-from distmp.checkpoint.lease import Lease, Owner, SchedulerJob
+from distmp.checkpoint.lease import Lease, Owner
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -25,7 +25,6 @@ from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import (
     DirectoryChoice,
     LostLeaseError,
-    RunDirectoryInUseError,
     RunLease,
 )
 from distmp.training.trainer import Trainer
@@ -39,8 +38,8 @@ from tests.torchrun import environment, python, run, tiny
 ELSEWHERE = ProcessIdentity("another machine", 7, "1")
 
 
-def other(job: str, scheduler: SchedulerJob | None = None) -> Owner:
-    return Owner(job, "node9", ELSEWHERE._replace(started=job), scheduler)
+def other(job: str, *scheduled: Any) -> Owner:
+    return Owner(job, "node9", ELSEWHERE._replace(started=job), *scheduled)
 
 
 def trainer(directory: Path, *arguments: str) -> Trainer:
@@ -247,17 +246,15 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("again", "directory"), [(SchedulerJob("1", 1), "run"), (SchedulerJob("3", 0), "run-2")]
-)
+@pytest.mark.parametrize(("again", "directory"), [(("1", 1), "run"), (("3", 0), "run-2")])
 def test_requeued_job_continues_its_own_directory(
-    again: SchedulerJob, directory: str, tmp_path: Path
+    again: tuple[str, int], directory: str, tmp_path: Path
 ) -> None:
     for name in ("1", "2"):
-        job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
+        job = choice(tmp_path, other(name, name, 0), resume=None)
         begin(job)
         job.release()
-    third = choice(tmp_path, other("3", again))
+    third = choice(tmp_path, other("3", *again))
     assert begin(third).path.name == directory
     third.release()
 
@@ -281,7 +278,7 @@ def test_concurrent_start_in_same_directory_is_refused(tmp_path: Path) -> None:
     assert first.continued(None) is None
     assert second.continued(None) is None
     assert first.final(None).path.name == "run"
-    with pytest.raises(RunDirectoryInUseError, match="process 7 on node9"):
+    with pytest.raises(ConfigError, match="process 7 on node9"):
         second.final(None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     first.release()
@@ -323,10 +320,10 @@ def test_directory_without_checkpoint_stays_leased_until_save(tmp_path: Path) ->
     (tmp_path / "run").mkdir()
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is not None
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
     assert first.final(None).path.name == "run-2"
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
     first.release()
 
@@ -340,7 +337,7 @@ def test_checkpoints_in_other_directory_have_lease(tmp_path: Path) -> None:
     )
     first = RunLease(here, other("a"))
     first.claim(str)
-    with pytest.raises(RunDirectoryInUseError):
+    with pytest.raises(ConfigError, match="belongs to another job"):
         RunLease(there, other("b")).claim(str)
     first.release()
     second = RunLease(there, other("b"))

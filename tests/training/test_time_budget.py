@@ -4,24 +4,32 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from distmp.training.callbacks.stopping import TimeBudget, job_started
+from distmp.training.callbacks import stopping
+from distmp.training.callbacks.stopping import TimeLimit, job_started
+
+ANYTHING: Any = None
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
+def time_limit(
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, minutes: float | None, size: float = 0
+) -> TimeLimit:
+    """Return the limit of a job that started at 1000 s and saves some bytes."""
+    monkeypatch.setattr(stopping, "job_started", lambda: 1000.0)
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: clock.now))
+    engine = SimpleNamespace(state_dict=lambda: {"weight": SimpleNamespace(nbytes=size)})
+    run: Any = SimpleNamespace(config=SimpleNamespace(max_minutes=minutes), engine=engine)
+    return TimeLimit(run)
 
-    def __call__(self) -> float:
-        return self.now
 
-
-def spent_at(budget: TimeBudget, clock: Clock) -> float:
-    """Return the seconds after which the budget is spent, to a tenth."""
-    while not budget.is_spent():
+def spent_at(limit: TimeLimit, clock: SimpleNamespace) -> float:
+    """Return the seconds after which the time is spent, to a tenth."""
+    while limit.stop_reason(ANYTHING) is None:
         clock.now += 0.1
         assert clock.now < 1e5
     return round(clock.now - 1000, 1)
@@ -40,20 +48,26 @@ def spent_at(budget: TimeBudget, clock: Clock) -> float:
     ],
 )
 def test_time_reserve_covers_steps_save_and_exit(
-    steps: list[float], save: float | None, state_bytes: float, expected: float
+    steps: list[float],
+    save: float | None,
+    state_bytes: float,
+    expected: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    budget = TimeBudget(10.0, int(state_bytes), job_started=1000.0, clock=clock)
+    clock = SimpleNamespace(now=1000.0)
+    limit = time_limit(monkeypatch, clock, 10.0, state_bytes)
     for seconds in steps:
-        budget.add_step(seconds)
+        step: Any = SimpleNamespace(seconds=seconds)
+        limit.on_step_launched(ANYTHING, step)
     if save is not None:
         for seconds in (save, save / 2):
-            budget.add_save(seconds)
-    assert spent_at(budget, clock) == pytest.approx(expected, abs=0.2)
+            limit.on_save(ANYTHING, 1, seconds)
+    assert spent_at(limit, clock) == pytest.approx(expected, abs=0.2)
 
 
-def test_time_budget_without_limit_is_never_spent() -> None:
-    assert not TimeBudget(None, 0, job_started=0.0, clock=lambda: 1e12).is_spent()
+def test_time_without_limit_is_never_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = time_limit(monkeypatch, SimpleNamespace(now=1e12), None)
+    assert limit.stop_reason(ANYTHING) is None
 
 
 @pytest.mark.nightly

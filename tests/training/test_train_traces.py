@@ -23,9 +23,9 @@ from tests.torchrun import corpus, environment, tiny, torchrun
 KILLED = """
 import os, signal, time, torch
 from torch import nn
-from distmp.telemetry.settings import LogConfig
+from distmp.training.callbacks.stragglers import StragglerDetection
 
-LogConfig.ranks_every = 1
+StragglerDetection.every = 1
 
 class Killed(nn.Module):
     def __init__(self):

@@ -5,7 +5,6 @@ Under torchrun (`torchrun -m distmp.commands.calibrate.command`) it uses all ran
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,23 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from distmp.commands.calibrate.settings import CalibrationConfig
-from distmp.config import load_as
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.parallel.settings import ShardingConfig
 from distmp.train import end_process, run_as_rank
 
-load = functools.partial(
-    load_as,
-    CalibrationConfig,
-    prog="distmp calibrate",
-    description="Train a few steps under each precision policy and compare: loss, time and memory; "
-    "the loss scale of float16.",
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate, and return the exit code of this rank."""
-    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _calibrate)
+    return run_as_rank(sys.argv[1:] if argv is None else argv, CalibrationConfig.load, _calibrate)
 
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:

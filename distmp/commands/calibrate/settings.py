@@ -17,6 +17,12 @@ LEAST_SEEDS = 3
 class CalibrationConfig(RunConfig):
     """A training run that stops after a few steps under each policy, and the output."""
 
+    prog = "distmp calibrate"
+    description = (
+        "Train a few steps under each precision policy and compare: loss, time and memory; the "
+        "loss scale of float16."
+    )
+
     calibrate_steps: int = 20
     """Steps under each policy, with the same batches and initial weights."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distmp.config import RunConfig, load_as
+from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.launcher.local import default_ranks
 
@@ -19,6 +18,9 @@ USUAL_RANKS = 8
 @dataclass(frozen=True)
 class ExplainConfig(RunConfig):
     """A training run to explain without running it."""
+
+    prog = "distmp explain"
+    description = "Print dtypes, communication and memory of a run before it starts."
 
     world_size: int | None = None
     """Number of ranks of the run; this machine may have fewer devices. null uses the number that
@@ -39,21 +41,13 @@ class ExplainConfig(RunConfig):
             raise ConfigError("ranks_per_machine", self.ranks_per_machine, "use 1 or more ranks")
 
 
-load = functools.partial(
-    load_as,
-    ExplainConfig,
-    prog="distmp explain",
-    description="Print dtypes, communication and memory of a run before it starts.",
-)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Explain a run, and return the exit code.
 
     Raises:
         ConfigError: If the configuration is invalid.
     """
-    config = load(sys.argv[1:] if argv is None else argv)
+    config = ExplainConfig.load(sys.argv[1:] if argv is None else argv)
     # Imported late: fake tensors take a second to import, and errors are reported without them.
     from distmp.commands.explain.explanation import explain, plain
     from distmp.commands.explain.report import report

@@ -75,7 +75,7 @@ def expected_groups(
     Raises:
         ConfigError: If the policy has low-precision matmuls and does not fit the model.
     """
-    low_precision = _low_precision_modules(model, policy, wrap)
+    low_precision = _in_low_precision(model, policy, wrap)
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
@@ -85,15 +85,13 @@ def expected_groups(
             continue
         counted.update(map(id, own))
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
-        group = groups.get(key) or _group(*key, part, policy, strategy)
+        group = groups.get(key) or _group(key, part, policy, strategy)
         count = sum(value.numel() for value in own)
         groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
 
 
-def _low_precision_modules(
-    model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]
-) -> set[int]:
+def _in_low_precision(model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]) -> set[int]:
     """Return the `id` of each linear layer with low-precision matmuls."""
     if not policy.has_low_precision_matmuls:
         return set()
@@ -102,13 +100,9 @@ def _low_precision_modules(
 
 
 def _group(
-    name: str,
-    kept: bool,
-    low_precision: bool,
-    part: nn.Module,
-    policy: PrecisionPolicy,
-    strategy: str,
+    key: tuple[str, bool, bool], part: nn.Module, policy: PrecisionPolicy, strategy: str
 ) -> ModuleGroup:
+    name, kept, low_precision = key
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
     updated = fp32 if kept else policy.param_dtype

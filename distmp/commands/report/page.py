@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import os
 import statistics
@@ -20,7 +19,7 @@ from distmp.errors import ConfigError
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.run_directory import RunDirectory, read_starts
-from distmp.utils.settings import flat
+from distmp.utils.settings import flat, value_text
 from distmp.utils.settings.yaml_files import read_yaml
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
@@ -72,7 +71,7 @@ class RecordedRun:
             last = dict(read_starts(directory.manifest)[-1])
             last.pop("configuration", None)
             last.pop("low_precision_matmuls", None)
-            environment = {name: as_text(value) for name, value in flat(last).items()}
+            environment = {name: value_text(value) for name, value in flat(last).items()}
         return cls(path.resolve().name, records, config, environment)
 
     @property
@@ -116,11 +115,6 @@ class RecordedRun:
             rows.append((f"{record.step:,}", scale, cause, overflow.get("advice", "")))
         more = len(records) - MAX_SKIPPED
         return [*rows, (f"and {more:,} more, in steps.jsonl",)] if more > 0 else rows
-
-
-def as_text(value: object) -> str:
-    """Return a setting's value as in YAML."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 INCHES = (11.0, 2.4)
@@ -198,7 +192,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
     from jinja2 import Template
 
     summaries = [run.summary() for run in runs]
-    columns = [{name: as_text(value) for name, value in run.config.items()} for run in runs]
+    columns = [{name: value_text(value) for name, value in run.config.items()} for run in runs]
     settings = _rows(columns, "null")
     template = resources.files("distmp.commands.report").joinpath("report.html").read_text()
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(

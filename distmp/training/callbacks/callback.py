@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.settings import DivergenceConfig
-
-if TYPE_CHECKING:
-    from distmp.config import RunConfig
-    from distmp.distributed.world import World
-    from distmp.engine import Engine
-    from distmp.telemetry.console import Console
-    from distmp.telemetry.measurements import StepTimer
-    from distmp.training.components import Progress
-    from distmp.training.run_directory import RunDirectory
+from distmp.telemetry.measurements import StepTimer
+from distmp.training.build import Run
 
 
 class SpikeAction(NamedTuple):
@@ -114,7 +108,7 @@ class Rollback(NamedTuple):
     samples_skipped: int
 
 
-class TrainingLoop(Protocol):
+class TrainingLoop(Run):
     """What callbacks may read and call; the trainer implements it.
 
     Attributes:
@@ -129,12 +123,6 @@ class TrainingLoop(Protocol):
         rollback_from: The step that was out of bounds, until the run has gone back to a checkpoint.
     """
 
-    config: RunConfig
-    world: World
-    console: Console
-    engine: Engine
-    directory: RunDirectory
-    progress: Progress
     timer: StepTimer
     pending: PendingStep | None
     rollback_from: StepResult | None
@@ -151,6 +139,7 @@ class TrainingLoop(Protocol):
     def report_save(self, step: int, seconds: float) -> None:
         """Report a complete checkpoint to all callbacks."""
 
+    @abstractmethod
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank has a request to stop, from a signal or a callback."""
 

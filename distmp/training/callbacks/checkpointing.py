@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
-
-
-def exit_context(manager: AbstractContextManager[Any], error: BaseException | None) -> None:
-    """Exit a context manager as a `with` block that ends with `error`, or without an error."""
-    traceback = None if error is None else error.__traceback__
-    manager.__exit__(None if error is None else type(error), error, traceback)
-
 
 logger = logging.getLogger("distmp")
 
@@ -114,7 +106,7 @@ class Checkpointing(Callback):
 
     def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
-        exit_context(self.writer, error)
+        self.writer.__exit__(type(error), error)
         if error is None:
             self.writer.check()
 

@@ -1,21 +1,16 @@
-"""Checks during a run: untrained adapters, ranks that differ or are slow, and the lease."""
+"""Checks during a run: untrained adapters, ranks that differ, and the lease."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from distmp.distributed.progress import COMPARISON, current_phase
 from distmp.engine import rank_consistency
 from distmp.engine.state import UNUSED
 from distmp.errors import listed
 from distmp.models.adapters import is_adapter
-from distmp.telemetry.stragglers import Stragglers
+from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
+from distmp.training.callbacks.validation import Ema
 from distmp.training.run_lease import LostLeaseError
-
-if TYPE_CHECKING:
-    from distmp.training.build import Run
-    from distmp.training.callbacks.validation import Ema
 
 
 class AdapterCheck(Callback):
@@ -70,19 +65,7 @@ class LeaseCheck(Callback):
         self._lease = run.lease
         self._restarts = run.restarts
 
-    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
-        """Check before the step."""
-        self._check()
-
-    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Check before the record of the step."""
-        self._check()
-
-    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Check before the last files."""
-        self._check()
-
-    def _check(self) -> None:
+    def _check(self, *_: object, **__: object) -> None:
         if self._lease is None:
             return
         try:
@@ -92,34 +75,5 @@ class LeaseCheck(Callback):
                 self._restarts.give_up(error.exit_code)
             raise
 
-
-class StragglerDetection(Callback):
-    """Reports ranks that keep the others waiting.
-
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._stragglers = Stragglers(
-            run.world,
-            run.engine.clock,
-            run.engine.strategy,
-            every=run.config.log.ranks_every,
-            log=run.console.message,
-        )
-        self._paused_seconds = 0.0
-
-    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
-        """Start measuring this rank, if a comparison is due soon."""
-        # The pauses since the previous step. `Profiling`, called before, may have paused the timer.
-        self._paused_seconds = trainer.timer.paused_seconds
-        self._stragglers.before(step)
-
-    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
-        """Start the exchange between ranks, if it is due. No rank waits for it."""
-        self._stragglers.after(step.step, self._paused_seconds)
-
-    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Read the times that ranks exchanged after this step."""
-        result.rank_seconds = self._stragglers.seconds(result.step)
+    # Before the step, before its record, and before the last files.
+    on_step_begin = on_step_end = on_train_end = _check

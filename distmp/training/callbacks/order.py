@@ -11,9 +11,11 @@ from distmp.training.build import Run
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.sample import TextSample
-from distmp.training.callbacks.step_logger import Profiling, StepLogger
+from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
+from distmp.training.callbacks.stragglers import StragglerDetection
 from distmp.training.callbacks.validation import Ema, Validation
 from distmp.utils.imports import Entry
 
@@ -32,7 +34,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     return [
         checks.LeaseCheck(run),
         Profiling(run),
-        checks.StragglerDetection(run),
+        StragglerDetection(run),
         TimeLimit(run),
         StepLogger(run),
         checks.RankConsistency(ema),

@@ -13,6 +13,7 @@ from distmp.config import RunConfig
 from distmp.data import text
 from distmp.data.token_metadata import BYTES
 from distmp.distributed.progress import current_phase
+from distmp.engine.evaluation import evaluation_mode
 from distmp.errors import require
 from distmp.models.huggingface_files import load_tokenizer
 from distmp.models.loss import logits_of
@@ -51,16 +52,11 @@ def generate(
         ValueError: If the output of the model is NaN.
     """
     tokens = prompt
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for _ in range(count):
             logits = logits_of(model(tokens[None, -sequence_length:]))[0, -1]
             token = _choose(logits.float().cpu(), temperature, generator)
             tokens = torch.cat((tokens, token.to(tokens.device)))
-    finally:
-        for part in training:  # parts that were in evaluation mode before stay so
-            part.training = True
     return tokens
 
 

@@ -1,109 +1,52 @@
-"""Records each step and reports it: record file, trackers, console, profiles."""
+"""Records each step and reports it: record file, trackers, console."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from distmp.engine.outcome import advice
+from distmp.engine.outcome import StepNumbers, advice
 from distmp.telemetry import trackers
-from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import peak_memory_bytes, summarize
-from distmp.telemetry.profiler import StepProfiler
-from distmp.telemetry.records import RecordWriter, StepRecord, read_records
+from distmp.telemetry.records import RecordWriter, StepRecord
 from distmp.telemetry.trackers import Trackers
 from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
-from distmp.training.callbacks.checkpointing import exit_context
 from distmp.training.callbacks.validation import weight_unit
 from distmp.utils import settings
 
-
-@dataclass
-class StepLog:
-    """Logs the record of every step; only the first rank writes anything.
-
-    Args:
-        path: The record file; None on all ranks except the first.
-        after_step: The step from which the run continues, or 0; records of later steps are dropped.
-        trackers: The started trackers.
-        console: Prints steps and warnings.
-        steps: Number of steps of the run.
-    """
-
-    path: Path | None
-    after_step: int
-    trackers: Trackers
-    console: Console
-    steps: int
-
-    def __post_init__(self) -> None:
-        self._writer = self._opened(self.after_step)
-
-    def write(self, record: StepRecord) -> None:
-        """Write the record of a step to all destinations."""
-        if self._writer is not None:
-            self._writer.write(record)
-        self.trackers.write(record)
-        self.console.step(record, self.steps)
-
-    def rewind(self, last_step: int) -> None:
-        """Drop the records of later steps."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = self._opened(last_step)
-
-    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
-        """Add the numbers of a validation to the record of the last step, if that is `step`."""
-        if self.path is None:
-            return
-        records = read_records(self.path)
-        self.rewind(step - 1)
-        if self._writer is not None and records and records[-1].step == step:
-            self._writer.write(
-                dataclasses.replace(
-                    records[-1], validation_loss=loss, validation_metrics=dict(metrics) or None
-                )
-            )
-
-    def close(self) -> None:
-        """Close the record file, and flush the trackers."""
-        if self._writer is not None:
-            self._writer.close()
-        self.trackers.close()
-
-    def _opened(self, after_step: int) -> RecordWriter | None:
-        if self.path is None:
-            return None
-        return RecordWriter(self.path, after_step, self.console.message)
+# Fields of a record that are those of `StepNumbers`; the overflow of a record has its cause.
+_OF_NUMBERS = {each.name for each in fields(StepRecord)} & {*StepNumbers._fields} - {"overflow"}
 
 
 class StepLogger(Callback):
-    """Writes the record of every step, and prints overflows, spikes and dropped microbatches.
+    """Writes the record of every step to the record file, the trackers and the console.
+
+    Only the first rank writes anything.
 
     Args:
         run: The run, in its state before the first step.
     """
 
     def __init__(self, run: Run) -> None:
-        self._log = StepLog(
-            run.directory.records if run.world.rank == 0 else None,
-            run.progress.step,
-            run.world.ranks.all_or_none(lambda: _start_trackers(run)),
-            run.console,
-            run.config.steps,
-        )
+        self._trackers = run.world.ranks.all_or_none(lambda: _start_trackers(run))
+        self._writer: RecordWriter | None = None
+        if run.world.rank == 0:
+            path, warn = run.directory.records, run.console.message
+            self._writer = RecordWriter(path, run.progress.step, warn)
         self._rollback: Rollback | None = None
         self._started = 0
         # Advice on skipped steps that was printed.
         self._advised: set[str] = set()
 
     def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Write the record of a step and print its messages."""
-        self._log.write(self._record(result, trainer))
+        """Write the record of a step to all destinations, and print its messages."""
+        record = self._record(result, trainer)
+        if self._writer is not None:
+            self._writer.write(record)
+        self._trackers.write(record)
+        trainer.console.step(record, trainer.config.steps)
         for message in self._messages(result):
             trainer.console.message(message)
 
@@ -111,17 +54,20 @@ class StepLogger(Callback):
         self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
     ) -> None:
         """Add the numbers to the record of a step that was written before this run began."""
-        if trainer.pending is None:
-            self._log.add_validation(trainer.progress.step, loss, metrics)
+        if trainer.pending is None and self._writer is not None:
+            self._writer.add_validation(trainer.progress.step, loss, metrics)
 
     def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
-        self._log.rewind(rollback.to_step)
+        if self._writer is not None:
+            self._writer.rewind(rollback.to_step)
         self._rollback = rollback
 
     def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Close the record file and the trackers."""
-        self._log.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._trackers.close()
 
     def _messages(self, result: StepResult) -> Iterator[str]:
         numbers, spike, overflow = result.numbers, result.spike, result.overflow
@@ -166,15 +112,7 @@ class StepLogger(Callback):
         return StepRecord(
             step=result.step,
             samples=result.samples,
-            loss=numbers.loss,
-            weight=numbers.weight,
-            grad_norm=numbers.grad_norm,
-            learning_rate=numbers.learning_rate,
-            loss_scale=numbers.loss_scale,
-            skipped=numbers.skipped,
-            dropped=numbers.dropped,
-            skipped_total=numbers.skipped_total,
-            applied_total=numbers.applied_total,
+            **{name: getattr(numbers, name) for name in _OF_NUMBERS},
             weight_per_second=numbers.weight / result.seconds,
             step_seconds=result.seconds,
             memory_bytes=peak_memory_bytes(trainer.world.device),
@@ -197,35 +135,3 @@ def _start_trackers(run: Run) -> Trackers:
         after_step=run.progress.step,
         warn=run.console.message,
     )
-
-
-class Profiling(Callback):
-    """Starts and stops a `StepProfiler`.
-
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._profiler = StepProfiler(
-            run.config.profile, run.directory.profile, run.world, run.console.message
-        )
-
-    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
-        """Start before the first step to record, stop before the step after the last one."""
-        with trainer.timer.paused():
-            self._profiler.before(step)
-
-    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
-        """Stop before a rollback, which is not part of a step."""
-        if result.rolls_back:
-            self._profiler.finish()
-
-    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Stop, and report if no step was recorded."""
-        exit_context(self._profiler, None)
-
-    def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
-        """After an error, write what was recorded."""
-        if error is not None:
-            exit_context(self._profiler, error)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -30,48 +29,6 @@ _FIRST_SAVE_BYTES_PER_SECOND = 100e6
 _END_SECONDS = 5.0
 
 
-@dataclass
-class TimeBudget:
-    """Decides when a run has to stop to save its last checkpoint and exit within its time limit.
-
-    The remaining time has to cover three steps as slow as the slowest of the last 50, one and
-    a half times the longest save, and five seconds.
-
-    Args:
-        minutes: The limit in minutes, counted from the start of the job; None: no limit.
-        state_bytes: Size of what this rank saves, to estimate a save until one was measured.
-        job_started: When the job started, in seconds since the epoch.
-        clock: Returns seconds since the epoch.
-    """
-
-    minutes: float | None
-    state_bytes: int
-    job_started: float
-    clock: Callable[[], float] = time.time
-
-    def __post_init__(self) -> None:
-        self._deadline = None if self.minutes is None else self.job_started + 60 * self.minutes
-        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        self._save_seconds: float | None = None
-        self._first_save = _FIRST_SAVE_SECONDS + self.state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
-
-    def add_step(self, seconds: float) -> None:
-        """Record the seconds that a step took."""
-        self._steps.append(seconds)
-
-    def add_save(self, seconds: float) -> None:
-        """Record the seconds that a save took, until it was complete."""
-        self._save_seconds = max(self._save_seconds or 0.0, seconds)
-
-    def is_spent(self) -> bool:
-        """Return whether it is time to stop. Ranks may disagree, since they measure times."""
-        return self._deadline is not None and self.clock() + self._reserve() >= self._deadline
-
-    def _reserve(self) -> float:
-        save = self._first_save if self._save_seconds is None else self._save_seconds
-        return _STEPS_TO_STOP * max(self._steps, default=0.0) + _SAVES * save + _END_SECONDS
-
-
 def job_started() -> float:
     """Return when this job started, in seconds since the epoch.
 
@@ -84,33 +41,46 @@ def job_started() -> float:
 
 
 class TimeLimit(Callback):
-    """Measures steps and saves, and requests a stop while there is time for the last save.
+    """Requests a stop while there is time to save the last checkpoint and exit.
+
+    The remaining time has to cover three steps as slow as the slowest of the last 50, one and
+    a half times the longest save, and five seconds.
 
     Args:
         run: The run.
-
-    Attributes:
-        budget: Estimates the remaining time.
     """
 
     def __init__(self, run: Run) -> None:
-        minutes = run.config.max_minutes
-        state = {} if minutes is None else run.engine.state_dict()
+        self._minutes = run.config.max_minutes
+        state = {} if self._minutes is None else run.engine.state_dict()
         saved_bytes = sum(tensor.nbytes for tensor in state.values())
-        self.budget = TimeBudget(minutes, saved_bytes, job_started())
+        # Until a save has been measured.
+        self._save_seconds = _FIRST_SAVE_SECONDS + saved_bytes / _FIRST_SAVE_BYTES_PER_SECOND
+        self._has_saved = False
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._job_started = job_started()
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Record how long the step took."""
-        self.budget.add_step(step.seconds)
+        self._steps.append(step.seconds)
 
     def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
-        """Record how long the save took."""
-        self.budget.add_save(seconds)
+        """Record how long the save took, until it was complete."""
+        self._save_seconds = max(self._save_seconds, seconds) if self._has_saved else seconds
+        self._has_saved = True
 
     def stop_reason(self, trainer: TrainingLoop) -> str | None:
-        """Stop if the remaining time only suffices to save and exit."""
-        limit = trainer.config.max_minutes
-        return f"max_minutes = {limit:g}" if limit is not None and self.budget.is_spent() else None
+        """Stop if the remaining time only suffices to save and exit. Ranks may disagree."""
+        if self._minutes is None:
+            return None
+        left = self._job_started + 60 * self._minutes - time.time()
+        slowest = max(self._steps, default=0.0)
+        needed = _STEPS_TO_STOP * slowest + _SAVES * self._save_seconds + _END_SECONDS
+        return f"max_minutes = {self._minutes:g}" if left <= needed else None
+
+
+# Attributes of `EarlyStopping` that a checkpoint stores.
+_STATE = ("best", "best_step", "last_step", "without_improvement")
 
 
 class EarlyStopping(Callback):
@@ -135,19 +105,12 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
-        return {
-            "best": self._best,
-            "best_step": self._best_step,
-            "last_step": self._last_step,
-            "without_improvement": self._without_improvement,
-        }
+        return {name: getattr(self, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        self._best = state["best"]
-        self._best_step = state["best_step"]
-        self._last_step = state["last_step"]
-        self._without_improvement = state["without_improvement"]
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 

@@ -186,6 +186,11 @@ def flat(
     return flattened
 
 
+def value_text(value: object) -> str:
+    """Return a setting's value as it is written in a configuration."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def digest(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of settings; it does not depend on the machine or the order of names."""
     text = json.dumps(flat(values), sort_keys=True, default=str)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from distmp.cli import main
-from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.policies import compare
+from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.distributed.world import World
 from tests.marks import nightly
 from tests.ranks import ranks
@@ -69,7 +69,7 @@ def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cw
 @ranks(2)
 def test_all_policies_use_strategy_of_a_run() -> None:
     options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
-    compared = compare(load([*RUN, *options]), World.current("cpu"))
+    compared = compare(CalibrationConfig.load([*RUN, *options]), World.current("cpu"))
     assert [*compared.measured] == ["fp32", "bf16-autocast"], compared
 
 

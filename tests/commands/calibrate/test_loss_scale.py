@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distmp.commands.calibrate import loss_scale
-from distmp.commands.calibrate.command import load
 from distmp.commands.calibrate.loss_scale import Calibration, as_json, recorder, report
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
@@ -60,7 +59,7 @@ def exponents(found: Calibration) -> dict[int, int]:
 
 
 def test_json_contains_counts(arguments: list[str]) -> None:
-    measured = measure(load(arguments), WORLD)
+    measured = measure(CalibrationConfig.load(arguments), WORLD)
     found = json.loads(json.dumps(as_json(measured)))
     assert {int(e): count for e, count in found["gradients"].items()} == exponents(measured)
     assert found["recommended_scale"] == measured.gradients.recommended_scale()
@@ -74,7 +73,7 @@ def test_ranks_sum_counts_and_print_once(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["gradients"]
     assert found["world_size"] == 2
-    alone = json.loads(json.dumps(as_json(measure(load(arguments), WORLD))))
+    alone = json.loads(json.dumps(as_json(measure(CalibrationConfig.load(arguments), WORLD))))
     # The same samples in the same microbatches, distributed over ranks. The later steps start from
     # weights that may differ in their last bits.
     ours, theirs = (content["gradients"] for content in (found, alone))
@@ -87,7 +86,7 @@ def test_chosen_strategy_supports_sharding_settings(tmp_path: Path) -> None:
     world = World.current("cpu")
     data = f"--data.path={corpus(tmp_path / str(world.rank))}"
     options = [*TINY, data, "--sharding.accumulate=sharded"]
-    found = loss_scale.measure(load(options), world, 1)
+    found = loss_scale.measure(CalibrationConfig.load(options), world, 1)
     assert found.gradients.exponents
 
 
@@ -98,17 +97,17 @@ def test_chosen_strategy_supports_sharding_settings(tmp_path: Path) -> None:
 def test_float16_policies_are_measured_in_fp32(
     arguments: list[str], policy: str, measured: str
 ) -> None:
-    found = measure(load([*arguments, f"--precision.policy={policy}"]), WORLD)
+    found = measure(CalibrationConfig.load([*arguments, f"--precision.policy={policy}"]), WORLD)
     assert found.policy.startswith(f"{measured} (")
     if measured == "fp32":
         assert f"in place of {policy}" in found.policy
-        as_configured = measure(load(arguments), WORLD)
+        as_configured = measure(CalibrationConfig.load(arguments), WORLD)
         assert exponents(found) == exponents(as_configured)
 
 
 def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     common = [*arguments[:-1], "--run-dir=run", "--steps=3"]
-    config = load([*common, "--checkpoint.every=2"])
+    config = CalibrationConfig.load([*common, "--checkpoint.every=2"])
     trainer = Trainer(config, WORLD, Console(config.log, quiet=True))
     step, counted = trainer.engine.step, recorder(trainer.engine.module)
 
@@ -121,16 +120,16 @@ def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     trainer.engine.step = stepped  # type: ignore[method-assign]
     with trainer.active(StopSignals()):
         trainer.train()
-    resumed = load([*common, "--resume=run/checkpoints/step-000002"])
+    resumed = CalibrationConfig.load([*common, "--resume=run/checkpoints/step-000002"])
     found = loss_scale.measure(resumed, WORLD, 1)
     assert exponents(found) == dict(loss_scale.histogram(counted, WORLD).exponents)
-    fresh = loss_scale.measure(load(common), WORLD, 1)
+    fresh = loss_scale.measure(CalibrationConfig.load(common), WORLD, 1)
     assert exponents(found) != exponents(fresh)
 
 
 def test_calibration_accepts_training_configuration() -> None:
     for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
-        assert load(["--config", str(path)]) != CalibrationConfig()
+        assert CalibrationConfig.load(["--config", str(path)]) != CalibrationConfig()
 
 
 # The report

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.waiting import STEPS, ComputeTime, StepClock
+from distmp.distributed.waiting import STEPS, ComputeTime
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.training.build import Run
+from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.utils.host_copy import HostCopy
 
 # A rank is slow if it takes this many times the median of the others, twice in a row.
@@ -23,73 +25,55 @@ NOT_COMPARED = ("hsdp",)
 PAUSE_SECONDS = 1e-3
 
 
-class Stragglers:
+class StragglerDetection(Callback):
     """Compares the compute times of ranks, and reports slow ones.
 
     Every `every` steps ranks exchange two numbers. The result is read a step later, so that no step
     waits for it.
 
     Args:
-        world: The process group; all ranks must create this object together.
-        clock: Measures the compute time of this rank.
-        strategy: The resolved strategy.
-        every: Steps between two comparisons; 0 disables them.
-        log: Called with a message about a slow rank.
+        run: The run.
     """
 
-    def __init__(
-        self,
-        world: World,
-        clock: StepClock,
-        strategy: str,
-        *,
-        every: int,
-        log: Callable[[str], object],
-    ) -> None:
-        self._world = world
-        self._clock = clock
-        comparable = world.world_size > 1 and strategy not in NOT_COMPARED
-        self._every = every if comparable else 0
+    every = 50
+
+    def __init__(self, run: Run) -> None:
+        self._world, self._clock, strategy = run.world, run.engine.clock, run.engine.strategy
+        self._compares = run.world.world_size > 1 and strategy not in NOT_COMPARED
         # On CUDA, sharded models overlap collectives with computation.
-        self._hidden = world.device.type == "cuda" and strategy in SHARDED_STRATEGIES
-        self._detector = SlowRankDetector(self._names() if self._every else [], log)
+        self._hidden = run.world.device.type == "cuda" and strategy in SHARDED_STRATEGIES
+        hosts = run.world.ranks.gather(socket.gethostname()) if self._compares else []
+        names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+        self._detector = SlowRankDetector(names, run.console.message)
         self._pending: tuple[int, HostCopy] | None = None
+        self._paused_seconds = 0.0
 
-    def _names(self) -> list[str]:
-        hosts = self._world.ranks.gather(socket.gethostname())
-        return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-
-    def before(self, step: int) -> None:
-        """Call it before a step, counted from 1."""
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        """Start measuring this rank, if a comparison is due soon."""
+        # The pauses since the previous step. `Profiling`, called before, may have paused the timer.
+        self._paused_seconds = trainer.timer.paused_seconds
         # The measurement starts at the end of this step and covers the next one.
-        self._clock.active = bool(self._every) and self._every - step % self._every <= STEPS
+        self._clock.active = self._compares and self.every - step % self.every <= STEPS
 
-    def after(self, step: int, paused_seconds: float) -> None:
-        """Call it on all ranks after a step.
-
-        Args:
-            step: Number of the step, counted from 1.
-            paused_seconds: Time between this step and the previous one that was not training, for
-                example a checkpoint.
-        """
-        if paused_seconds > PAUSE_SECONDS:
+    def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
+        """Start the exchange between ranks, if it is due. No rank waits for it."""
+        if self._paused_seconds > PAUSE_SECONDS:
             self._clock.drop_last()
-        if self._every and step % self._every == 0:
-            self._pending = step, _gather(self._clock.take(), self._world)
+        if self._compares and step.step % self.every == 0:
+            self._pending = step.step, _gather(self._clock.take(), self._world)
 
-    def seconds(self, step: int) -> list[float] | None:
-        """Return the compute time per step of each rank in seconds, if compared after `step`.
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        """Read the times that ranks exchanged after this step, and log which ranks are slow.
 
-        Also logs which ranks are slow. A rank without a measurement has NaN.
+        A rank without a measurement has NaN.
         """
-        if self._pending is None or self._pending[0] != step:
-            return None
+        if self._pending is None or self._pending[0] != result.step:
+            return
         # The times have arrived once the next step has started.
         times = [ComputeTime(*numbers) for numbers in self._pending[1].read()]
-        seconds = compute_seconds(times, hidden=self._hidden)
+        result.rank_seconds = compute_seconds(times, hidden=self._hidden)
         self._pending = None
-        self._detector.update(step, seconds)
-        return seconds
+        self._detector.update(result.step, result.rank_seconds)
 
 
 def _gather(own: ComputeTime | None, world: World) -> HostCopy:
