@@ -20,6 +20,7 @@ from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
+from distmp.distributed.rank_monitor import RankMonitor
 from tests import elastic
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
@@ -266,6 +267,16 @@ def test_connection_to_store_of_ended_rank_does_not_wait(monkeypatch: pytest.Mon
     began = time.monotonic()
     assert rank_monitor.open_store("test") is None
     assert time.monotonic() - began < 10
+
+
+def test_ranks_answer_after_one_ended_while_it_asked() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    asking, answering = (RankMonitor(store, rank, world_size=3) for rank in (0, 1))
+    answering._interval = 0.01
+    store.add("questions", 1)  # the last action of rank 2
+    answering.start()
+    assert asking.query([1])[1] is not None
+    answering.stop()
 
 
 @ranks(2)
