@@ -316,6 +316,7 @@ class RankMonitor:
             # Without its launcher, this rank ends by itself, and its store may be gone.
             while not self._stopped.wait(self._interval or INTERVAL_SECONDS) and not is_orphan():
                 if not self._is_of_default_group():
+                    atexit.unregister(self.stop)  # it would keep the connection to the store
                     break
                 self._turn()
         except RuntimeError as error:  # raised by torch's stores

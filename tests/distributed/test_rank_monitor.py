@@ -10,6 +10,7 @@ import platform
 import re
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -286,10 +287,16 @@ def test_thread_ends_with_the_process_group() -> None:
     work.step()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "rank monitor"]
     assert thread.daemon
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    freed = weakref.ref(monitor)
     dist.barrier()
     dist.destroy_process_group()
     thread.join(10)
     assert not thread.is_alive()
+    del monitor, thread, work
+    gc.collect()
+    assert freed() is None
 
 
 def test_single_process_starts_no_thread() -> None:
