@@ -110,8 +110,8 @@ def steps(
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         pin_memory: Whether tensors are in page-locked memory.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare their datasets: map-style ones once, streams in every step. None
-            disables the comparison.
+        group: Ranks that compare the datasets once. `Engine.step` compares later steps of streams,
+            see `StreamMicrobatches`. None disables the comparison.
         setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:
@@ -130,7 +130,7 @@ def steps(
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, check)
+        return _compared(loader, check)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
@@ -211,18 +211,13 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
     return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 
 
-def _compared(
-    loader: TorchDataLoader[Any], division: Division, check: _Check | None
-) -> Generator[Step, None, None]:
-    """Yield the steps of a stream."""
+def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> Generator[Step, None, None]:
+    """Yield the steps of a stream; compare the first one between ranks, before training."""
     with _iterator_of(loader) as all_steps:
-        for first, step in zip(division.steps(), all_steps, strict=False):
+        for step in all_steps:
             if check is not None:
-                check(
-                    f"a stream with checksum {step.checksum:08x} of its sample at position "
-                    f"{first:,}, and {step.offset:,} samples into pass {step.next_epoch + 1} "
-                    "after this step"
-                )
+                check(step.microbatches.source)
+                check = None
             yield step
 
 
