@@ -101,14 +101,12 @@ class _Builder:
         # Counted before a sharded strategy leaves only a part of each parameter on this rank.
         parameters = _count_parameters(parts.model)
         chosen, reason = choose_strategy(config, parts, world)
-        engine = ranks.all_or_none(
-            lambda: components.build_engine(
-                chosen,
-                parts,
-                world,
-                policy=config.precision.policy,
-                load=checkpoint is not None,
-            )
+        engine = components.build_engine(
+            chosen,
+            parts,
+            world,
+            policy=config.precision.policy,
+            load=checkpoint is not None,
         )
         if checkpoint is None:
             components.start_from_weights(parts, engine)
@@ -250,9 +248,7 @@ class _Builder:
         if self.world.rank == 0:
             changes.report(self.console.message)
         same_optimizer = "optim.name" not in changes.dangerous
-        self.world.ranks.all_or_none(
-            lambda: load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
-        )
+        load_checkpoint(engine, checkpoint, optimizer=same_optimizer)
 
 
 def _count_parameters(model: nn.Module) -> str:

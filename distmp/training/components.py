@@ -225,15 +225,16 @@ def build_engine(
         config: The settings of optimizer, schedule, strategy and loss scale.
         parts: What `prepare` returned.
         world: The ranks; all have to call it.
-        policy: The precision policy.
+        policy: The precision policy. An old device of one rank may not support it.
         attribution: Whether the engine records what `Engine.explain` needs.
         first_step_checks: Whether the engine checks for common mistakes in the first step.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
+        SetupError: On every rank, if the device of a rank does not support the policy.
     """
-    resolved, _ = resolve(policy, world.device)
+    resolved, _ = world.ranks.all_or_none(lambda: resolve(policy, world.device))
     round_frozen(config, parts, resolved)
     settings = replace(
         config.engine(parts.microbatches),
