@@ -160,19 +160,20 @@ class _Builder:
         """Claim the directory to continue, and return the checkpoint to continue from."""
         config = self.config
 
-        def claim() -> str | None:
+        def claim() -> tuple[str | None, list[str] | None]:
             assert self.choice is not None
             directory = self.choice.continued(self.restarts.directory)
-            return None if directory is None else str(directory.path)
+            return None if directory is None else str(directory.path), self.restarts.resumes()
 
-        def configured() -> store.StoredCheckpoint | None:
+        path, resumes = self.world.ranks.from_rank_0(claim)
+        directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
+        if resumes is None:
             if config.resume == "auto" and path is None:
                 return None
-            directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
             return components.find_checkpoint(config, directory)
-
-        path = self.world.ranks.from_rank_0(claim)
-        return self.world.ranks.all_or_none(lambda: self.restarts.checkpoint(configured))
+        assert directory is not None
+        found = (store.resolve(resume, directory.checkpoints) for resume in resumes)
+        return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
     def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
