@@ -210,7 +210,8 @@ class CheckpointWriter:
 
     def _save_now(self, step: int, tensors: dict[str, Tensor], write: Callable[..., Path]) -> None:
         self.finish()
-        if self.saved_step == step and not self._overwrite:
+        # A save in the background may have failed on some ranks only.
+        if not self._overwrite and all(self._world.ranks.gather(self.saved_step == step)):
             return
         started = time.perf_counter()
         problem = None

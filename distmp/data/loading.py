@@ -112,6 +112,8 @@ def steps(
         shuffle: False reads a map-style dataset in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
+        group: Ranks that compare the datasets once. `Engine.step` compares later steps of streams,
+            see `StreamMicrobatches`. None disables the comparison.
         setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:
@@ -131,7 +133,7 @@ def steps(
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, division, check)
+        return _compared(loader, check)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
@@ -212,16 +214,13 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
     return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
 
 
-def _compared(loader: TorchDataLoader[Any], division: Division, check: _Check | None) -> _Steps:
-    """Yield the steps of a stream."""
+def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> _Steps:
+    """Yield the steps of a stream; compare the first one between ranks, before training."""
     with _iterator_of(loader) as all_steps:
-        for first, step in zip(division.steps(), all_steps, strict=False):
+        for step in all_steps:
             if check is not None:
-                check(
-                    f"a stream with checksum {step.checksum:08x} of its sample at position "
-                    f"{first:,}, and {step.offset:,} samples into pass {step.next_epoch + 1} "
-                    "after this step"
-                )
+                check(step.microbatches.source)
+                check = None
             yield step
 
 

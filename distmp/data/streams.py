@@ -21,6 +21,17 @@ from distmp.utils.tensor_trees import checksum
 _END = object()
 
 
+class StreamMicrobatches(list[Any]):
+    """The microbatches of a step that was read from a stream.
+
+    Attributes:
+        source: What the stream yielded on all ranks together, as text. The fingerprint of a step of
+            the engine contains it: ranks may read different streams. "" if it is not compared.
+    """
+
+    source = ""
+
+
 class Step(NamedTuple):
     """The samples of one step on this rank.
 
@@ -28,16 +39,11 @@ class Step(NamedTuple):
         microbatches: Collated microbatches.
         epoch: Pass over the dataset, from 0, that the first sample of the step belongs to.
         next_epoch: Pass that the first sample after the step belongs to.
-        checksum: For streams, checksum of the first sample of the step, over all ranks; 0 if it is
-            not compared.
-        offset: For streams, number of samples of `next_epoch` up to this step.
     """
 
     microbatches: list[Any]
     epoch: int
     next_epoch: int
-    checksum: int = 0
-    offset: int = 0
 
 
 class Stream:
@@ -159,7 +165,7 @@ class StreamSteps(IterableDataset[Step]):
         division: How samples are divided over steps, ranks and microbatches.
         seed: Seed of random numbers that the dataset or `collate` draws.
         collate: Combines samples into a microbatch.
-        compared: Whether steps contain checksums.
+        compared: Whether microbatches have a `source`.
     """
 
     dataset: Any
@@ -183,7 +189,7 @@ class StreamSteps(IterableDataset[Step]):
         digest = sample_checksum(ahead) if self.compared else 0
         epoch = stream.epoch
         own = self.division.own(first)
-        microbatches: list[Any] = []
+        microbatches = StreamMicrobatches()
         samples: list[Any] = []
         for position in range(first, first + self.division.global_batch_size):
             sample = stream.next()
@@ -193,7 +199,12 @@ class StreamSteps(IterableDataset[Step]):
                 seed_generators(f"microbatch {self.seed} {position + 1 - len(samples)}")
                 microbatches.append(self.collate(samples))
                 samples = []
-        return Step(microbatches, epoch, stream.epoch, digest, stream.offset)
+        if self.compared:
+            microbatches.source = (
+                f"a stream with checksum {digest:08x} of its sample at position {first:,}, and "
+                f"{stream.offset:,} samples into pass {stream.epoch + 1} after this step"
+            )
+        return Step(microbatches, epoch, stream.epoch)
 
 
 def length_of(dataset: Any) -> int | None:

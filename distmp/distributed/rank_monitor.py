@@ -268,7 +268,6 @@ class RankMonitor:
         """Return the status of other ranks; None for a rank that does not answer in time."""
         ranks = [rank for rank in ranks if rank != self.rank]
         number = self._store.add("questions", 1)
-        self._put(f"question/{number}", True)
         answers = self.collect("answer", ranks, seconds, number)
         return {rank: RankStatus(**answers[rank]) if rank in answers else None for rank in ranks}
 
@@ -310,6 +309,7 @@ class RankMonitor:
             # Without its launcher, this rank ends by itself, and its store may be gone.
             while not self._stopped.wait(self._interval or INTERVAL_SECONDS) and not is_orphan():
                 if not self._is_of_default_group():
+                    atexit.unregister(self.stop)  # it would keep the connection to the store
                     break
                 self._turn()
         except RuntimeError as error:  # raised by torch's stores
@@ -330,9 +330,8 @@ class RankMonitor:
 
     def _answer(self) -> None:
         """Answer the latest question, if there is a new one."""
-        latest = self._answered
-        while self._store.check([f"question/{latest + 1}"]):
-            latest += 1
+        # One counter: a rank that asks may end between two writes.
+        latest = self._read("questions") or 0
         if latest > self._answered:
             self._answered = latest
             self.publish("answer", asdict(self.status()), latest)

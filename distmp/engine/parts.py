@@ -11,6 +11,7 @@ from functools import partial
 from torch import nn
 
 from distmp.data.dataloader import step_of
+from distmp.data.streams import StreamMicrobatches
 from distmp.distributed.compare_ranks import (
     describe_model,
     describe_param_groups,
@@ -44,11 +45,13 @@ class EngineCalls:
         steps_ahead: How many more steps the `DataLoader` of the latest microbatches has yielded
             than `Engine.step` was called. Ranks compare it too: a rank that leaves out a call
             makes as many calls as the others until they end, each with later microbatches.
+        source: `StreamMicrobatches.source` of the latest microbatches, which ranks compare, too.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
         self.steps_ahead = 0
+        self.source = ""
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
         self._world = world
@@ -100,6 +103,7 @@ class EngineCalls:
     def count_step(self, microbatches: object) -> None:
         """Count a step on microbatches, which ranks that have none may have built themselves."""
         self.counts["engine.step"] += 1
+        self.source = microbatches.source if isinstance(microbatches, StreamMicrobatches) else ""
         step = step_of(microbatches)
         if step is not None:
             self.steps_ahead = step - self.counts["engine.step"]
@@ -141,6 +145,7 @@ class EngineParts:
             self.calls.number,
             self.calls.counts,
             self.calls.steps_ahead,
+            self.calls.source,
             self.state.max_norm,
             self.state.nominal_weight,
             hyperparameters(updates.optimizer),
@@ -167,6 +172,7 @@ class EngineParts:
         return {
             "engine": str(self.calls.number),
             "microbatches of engine.step": f"step {step} of the DataLoader in call {calls}",
+            "dataset": self.calls.source,
             "max_norm": repr(self.state.max_norm),
             "nominal_weight": repr(self.state.nominal_weight),
             **describe_param_groups(updates.optimizer),

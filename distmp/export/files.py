@@ -241,13 +241,18 @@ def _check_replaceable(directory: Path) -> None:
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
     temporary = directory.with_name(f".{directory.name}.writing")
+    replaced = directory.with_name(f".{directory.name}.replaced")
     _check_replaceable(directory)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.replace(directory)
+        if directory.exists():
+            # Kept until the new one has its name: a removal can fail or be interrupted.
+            shutil.rmtree(replaced, ignore_errors=True)
+            directory.rename(replaced)
+        temporary.rename(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error
     finally:

@@ -210,13 +210,14 @@ class Rendezvous:
         Raises:
             RuntimeError: If the store does not respond.
         """
-        return list(dict.fromkeys(self._launchers()))
+        return list(dict.fromkeys(self._launchers().values()))
 
-    def _launchers(self) -> list[Member]:
-        """Return the machine of each launcher; a restarted launcher counts twice."""
-        count = self.store.add(ROSTER, 0)
-        entries = [self.store.get(f"{ROSTER}/{number}") for number in range(1, count + 1)]
-        return [Member(*json.loads(entry)) for entry in entries]
+    def _launchers(self) -> dict[int, Member]:
+        """Return the machine of each launcher by number; a restarted launcher has several."""
+        keys = {n: f"{ROSTER}/{n}" for n in range(1, self.store.add(ROSTER, 0) + 1)}
+        # A launcher may have ended between its number and its entry; `get` would wait for that.
+        entries = {n: self.store.get(key) for n, key in keys.items() if self.store.check([key])}
+        return {n: Member(*json.loads(entry)) for n, entry in entries.items()}
 
     @contextlib.contextmanager
     def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
@@ -275,12 +276,12 @@ class Rendezvous:
             alive: Numbers of the launchers that run.
         """
         launchers = self._launchers()
-        present = list(dict.fromkeys(launchers[number - 1] for number in sorted(alive)))
+        present = list(dict.fromkeys(m for n, m in launchers.items() if n in alive))
         joined = ", ".join(map(str, present))
         missing = self.endpoint.min_nodes - len(present)
         if missing <= 0:
             return f"the ranks of {joined} to start"
-        gone = [str(member) for member in dict.fromkeys(launchers) if member not in present]
+        gone = [str(m) for m in dict.fromkeys(launchers.values()) if m not in present]
         names = ", ".join(self._missing(present) or gone)
         return f"{names or f'{missing} more host' + 's' * (missing > 1)} (joined: {joined})"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from distmp.checkpoint import store
+from distmp.checkpoint import recovery, store
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
@@ -101,14 +101,12 @@ class _Builder:
         # Counted before a sharded strategy leaves only a part of each parameter on this rank.
         parameters = _count_parameters(parts.model)
         chosen, reason = choose_strategy(config, parts, world)
-        engine = ranks.all_or_none(
-            lambda: components.build_engine(
-                chosen,
-                parts,
-                world,
-                policy=config.precision.policy,
-                load=checkpoint is not None,
-            )
+        engine = components.build_engine(
+            chosen,
+            parts,
+            world,
+            policy=config.precision.policy,
+            load=checkpoint is not None,
         )
         if checkpoint is None:
             components.start_from_weights(parts, engine)
@@ -162,19 +160,20 @@ class _Builder:
         """Claim the directory to continue, and return the checkpoint to continue from."""
         config = self.config
 
-        def claim() -> str | None:
+        def claim() -> tuple[str | None, list[str] | None]:
             assert self.choice is not None
             directory = self.choice.continued(self.restarts.directory)
-            return None if directory is None else str(directory.path)
+            return None if directory is None else str(directory.path), self.restarts.resumes()
 
-        def configured() -> store.StoredCheckpoint | None:
+        path, resumes = self.world.ranks.from_rank_0(claim)
+        directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
+        if resumes is None:
             if config.resume == "auto" and path is None:
                 return None
-            directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
             return components.find_checkpoint(config, directory)
-
-        path = self.world.ranks.from_rank_0(claim)
-        return self.world.ranks.all_or_none(lambda: self.restarts.checkpoint(configured))
+        assert directory is not None
+        found = (recovery.resolve(resume, directory.checkpoints) for resume in resumes)
+        return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
     def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
@@ -241,9 +240,7 @@ def _continue_from(checkpoint: store.StoredCheckpoint, run: Run, changes: Change
     if run.world.rank == 0:
         changes.report(run.console.message)
     same_optimizer = "optim.name" not in changes.dangerous
-    run.world.ranks.all_or_none(
-        lambda: load_checkpoint(run.engine, checkpoint, optimizer=same_optimizer)
-    )
+    load_checkpoint(run.engine, checkpoint, optimizer=same_optimizer)
 
 
 def _count_parameters(model: nn.Module) -> str:

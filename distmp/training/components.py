@@ -222,14 +222,15 @@ def build_engine(
         config: The settings of optimizer, schedule, strategy and loss scale.
         parts: What `prepare` returned.
         world: The ranks; all have to call it.
-        policy: The precision policy.
+        policy: The precision policy. An old device of one rank may not support it.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
         **changes: Other fields of the engine's settings.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
+        SetupError: On every rank, if the device of a rank does not support the policy.
     """
-    resolved, _ = resolve(policy, world.device)
+    resolved, _ = world.ranks.all_or_none(lambda: resolve(policy, world.device))
     round_frozen(config, parts, resolved)
     settings = replace(config.engine(parts.microbatches), policy=policy, **changes)
     return Engine(

@@ -11,14 +11,13 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from distmp.checkpoint import recovery
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
@@ -71,23 +70,19 @@ class Restarts:
         store = rendezvous_store.connect(REJOIN_SECONDS) if kept else None
         return cls(store, count, max_restarts, world_size, checkpoint_path)
 
-    def checkpoint(self, find: Callable[[], StoredCheckpoint | None]) -> StoredCheckpoint | None:
-        """Return the checkpoint to continue from; None for a new run. Collective over all ranks.
+    def resumes(self) -> list[str] | None:
+        """Return values of `resume` for the directory of earlier attempts; the first that exists.
 
-        Args:
-            find: Finds the checkpoint that the configuration names, for the first attempt.
+        None if there was no earlier attempt. Rank 0 calls it: a process of the last attempt that
+        has not ended yet may still store values.
         """
         if self.directory is None:
-            return find()
+            return None
         first = self._stored_value("first checkpoint")
-        own = None
         # Until this job has saved, the directory may contain later checkpoints than the one that
         # the job started from; the directory of a new run contains only its own.
-        if first is None or self._stored_value("saved"):
-            own = recovery.resolve("auto", self.directory.checkpoints)
-        if own is not None or not first:
-            return own
-        return recovery.resolve(first, self.directory.checkpoints)
+        own = ["auto"] if first is None or self._stored_value("saved") else []
+        return own if first is None else [*own, first]
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
         """Store the directory and the checkpoint of this attempt. Rank 0 calls it.

@@ -291,7 +291,7 @@ class Trainer(TrainingLoop):
         checkpoint = checkpoint_before(self.directory.checkpoints, step)
         guard = self.engine.divergence
         statistics = {name: value.clone() for name, value in guard.state_dict().items()}
-        stored = self.world.ranks.all_or_none(lambda: restore(self.engine, checkpoint))
+        stored = restore(self.engine, checkpoint)
         guard.load_state_dict(statistics)
         self.progress = Progress(stored.step, result.samples, before + 1, stored.step)
         return checkpoint, Rollback(step, stored.step, problem, result.samples - stored.samples)

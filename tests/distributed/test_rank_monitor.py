@@ -10,6 +10,7 @@ import platform
 import re
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
+from distmp.distributed.rank_monitor import RankMonitor
 from tests import elastic
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
@@ -268,6 +270,16 @@ def test_connection_to_store_of_ended_rank_does_not_wait(monkeypatch: pytest.Mon
     assert time.monotonic() - began < 10
 
 
+def test_ranks_answer_after_one_ended_while_it_asked() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    asking, answering = (RankMonitor(store, rank, world_size=3) for rank in (0, 1))
+    answering._interval = 0.01
+    store.add("questions", 1)  # the last action of rank 2
+    answering.start()
+    assert asking.query([1])[1] is not None
+    answering.stop()
+
+
 @ranks(2)
 def test_thread_ends_with_the_process_group() -> None:
     assert "rank monitor" not in {thread.name for thread in threading.enumerate()}
@@ -275,10 +287,16 @@ def test_thread_ends_with_the_process_group() -> None:
     work.step()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "rank monitor"]
     assert thread.daemon
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    freed = weakref.ref(monitor)
     dist.barrier()
     dist.destroy_process_group()
     thread.join(10)
     assert not thread.is_alive()
+    del monitor, thread, work
+    gc.collect()
+    assert freed() is None
 
 
 def test_single_process_starts_no_thread() -> None:

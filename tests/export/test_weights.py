@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import CheckpointError, ConfigError
 from distmp.export.files import divided, in_file_order, write, write_file
 from distmp.export.running import EngineWeights
 from distmp.export.weights import load_model, load_weights
@@ -232,6 +233,27 @@ def test_files_are_divided_as_hugging_face_divides_them(elements: list[int]) -> 
     for size in (4, 20, 24, 28, 100):
         expected = hub.split_torch_state_dict_into_shards(specs, max_shard_size=size)
         assert divided(specs, size) == expected.filename_to_tensors
+
+
+def test_replaced_weights_are_kept_until_new_ones_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored() -> list[float]:
+        return [load_file(path)["a"].item() for path in sorted(tmp_path.rglob("*.safetensors"))]
+
+    def export(value: float) -> None:
+        weights = EngineWeights({"model/a": torch.tensor(value)}, keep=True)
+        write(tmp_path / "weights", weights, None, torch.float32)
+
+    export(1.0)
+    with monkeypatch.context() as patch:  # NFS keeps files that are open
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+        export(2.0)
+        assert stored() == [1.0, 2.0]
+        with pytest.raises(CheckpointError, match="not empty"):
+            export(3.0)
+    export(4.0)
+    assert stored() == [4.0]
 
 
 def test_tensors_in_file_are_aligned(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_ranks_waiting_for_silent_rank_are_not_late() -> None:
 def ask(watchdog: Watchdog) -> None:
     """Ask all ranks because they hang."""
     watchdog._put("hang", True)
-    watchdog._put("question/1", True)
+    watchdog._store.add("questions", 1)
 
 
 def alone(rank: int = 0, world_size: int = 1, store: HashStore | None = None) -> Watchdog:

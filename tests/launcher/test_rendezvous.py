@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, api, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
+from distmp.distributed.limits import ROSTER
 from distmp.launcher import rendezvous
 from distmp.launcher.plan import Endpoint
 from distmp.launcher.rendezvous import (
@@ -90,6 +91,12 @@ def test_joined_hosts_know_each_other(port: int, first: Rendezvous) -> None:
     assert second.members() == first.members()
     assert first.unresponsive() == second.unresponsive() == []
     assert "although they respond" in first.timeout_message()
+
+
+def test_host_that_ended_while_it_joined_is_left_out(first: Rendezvous) -> None:
+    first.store.add(ROSTER, 1)  # its last action
+    first.store.set_timeout(timedelta(seconds=1))
+    assert [member.address for member in first.members()] == ["127.0.0.1"]
 
 
 def test_missing_host_is_named(first: Rendezvous) -> None:

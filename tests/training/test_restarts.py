@@ -17,20 +17,28 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from distmp.checkpoint import store
+from distmp.checkpoint.store import StoredCheckpoint
+from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
+from distmp.distributed.world import World
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
+from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
+from distmp.training.build import _Builder
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
+from distmp.training.run_lease import DirectoryChoice, this_job
 from tests import elastic, faulty_runs
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import kill_all, wait_until
+from tests.ranks import ranks
 from tests.reference import assert_same_bits
 from tests.telemetry.samples import record
 from tests.torchrun import environment, tiny, torchrun
@@ -214,7 +222,7 @@ def begun(directory: Path) -> tuple[RunDirectory, HashStore]:
 
 def test_first_attempt_prints_no_message(tmp_path: Path) -> None:
     alone = Restarts.of_this_job(world_size=1)
-    assert alone.checkpoint(lambda: tmp_path) == tmp_path
+    assert alone.resumes() is None
     assert alone.describe_attempt(3) is None
     assert alone.given_up() is None
     alone.begin(RunDirectory(tmp_path), None)
@@ -233,25 +241,38 @@ def test_restarted_run_continues_only_in_its_directory(tmp_path: Path) -> None:
     second = attempt(memory, 1)
     assert second.directory is not None
     assert second.directory.path == mine.path
-    assert second.checkpoint(lambda: pytest.fail("not by the configuration")) is None
+    assert second.resumes() == ["auto"]
     second.begin(mine, None)
     second.note_saved()
-    saved = _pretend_checkpoint(mine, 10)
-    assert (
-        attempt(memory, 2).checkpoint(lambda: pytest.fail("not by the configuration")).path == saved
-    )
+    assert attempt(memory, 2).resumes() == ["auto"]
 
 
 def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:
     """A run that resumed from an earlier checkpoint does not jump to a later one."""
     run = create_run(str(tmp_path / "run"))
-    early, late = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
+    early = _pretend_checkpoint(run, 10)
     memory = HashStore()
     attempt(memory, 0).begin(run, early)
     again = attempt(memory, 1)
-    assert again.checkpoint(lambda: late).path == early
+    assert again.resumes() == [str(early)]
     again.note_saved()
-    assert attempt(memory, 2).checkpoint(lambda: early).path == late
+    assert attempt(memory, 2).resumes() == ["auto", str(early)]
+
+
+@ranks(2)
+def test_rank_0_selects_checkpoint_of_restart(tmp_path: Path) -> None:
+    """A process of the last attempt may store that it has saved between the reads of two ranks."""
+    rank, run, memory = dist.get_rank(), RunDirectory(tmp_path), HashStore()
+    early, _ = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
+    attempt(memory, 0).begin(run, StoredCheckpoint(early))
+    if rank == 1:
+        attempt(memory, 0).note_saved()
+    config, console = RunConfig(run_dir=str(tmp_path)), Console(quiet=True)
+    choice = DirectoryChoice(config, this_job("job"), str) if rank == 0 else None
+    builder = _Builder(config, World.current("cpu"), console, attempt(memory, 1), choice)
+    found = builder._find_checkpoint()
+    assert found is not None
+    assert found.path == early
 
 
 def test_cause_of_last_attempt_is_reported(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.errors import SetupError
+from distmp.errors import ConfigError, SetupError
+from distmp.precision import Resolution
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import StepRecord, read_records
+from distmp.training import components
 from distmp.training.trainer import Trainer
 from distmp.utils.settings import from_mapping
 from tests.marks import nightly
@@ -108,6 +110,18 @@ def train(config: RunConfig) -> Trainer:
     trainer = Trainer(config, World.current("cpu"), Console(config.log, quiet=True))
     assert trainer.run(StopSignals())
     return trainer
+
+
+@ranks(2)
+def test_policy_that_one_rank_does_not_support_is_refused_by_all(tmp_path: Path) -> None:
+    def refused(policy: object, device: torch.device) -> Resolution:
+        raise ConfigError("precision.policy", policy, "needs a newer GPU")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(components, "resolve", refused)
+        with pytest.raises(SetupError, match="needs a newer GPU"):
+            train(configuration(tmp_path))
 
 
 # At the same number of ranks: the same bits.

@@ -54,22 +54,20 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
-    checkpoint = world.ranks.all_or_none(lambda: components.find_checkpoint(config))
-    engine = world.ranks.all_or_none(
-        lambda: components.build_engine(
-            config,
-            parts,
-            world,
-            policy=measured_in,
-            attribution=False,
-            load=checkpoint is not None,
-        )
+    checkpoint = components.find_checkpoint(config)
+    engine = components.build_engine(
+        config,
+        parts,
+        world,
+        policy=measured_in,
+        attribution=False,
+        load=checkpoint is not None,
     )
     progress = components.Progress()
     if checkpoint is None:
         components.start_from_weights(parts, engine)
     else:
-        progress = world.ranks.all_or_none(lambda: components.restore(engine, checkpoint))
+        progress = components.restore(engine, checkpoint)
     batches = components.training_batches(config, parts, world, progress)
     with closing(batches), recorder(engine.module) as recorded:
         for _ in range(steps):

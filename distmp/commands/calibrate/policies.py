@@ -284,10 +284,8 @@ def measure(
     parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     start = begin_peak(world.device)
     try:
-        engine = world.ranks.all_or_none(
-            lambda: components.build_engine(config, parts, world, policy=name, attribution=False),
-        )
-    except SetupError as error:
+        engine = components.build_engine(config, parts, world, policy=name, attribution=False)
+    except (ConfigError, SetupError) as error:
         return str(error)
     components.start_from_weights(parts, engine)
     losses, seconds, skipped = [], [], 0
