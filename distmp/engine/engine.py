@@ -125,7 +125,7 @@ class Engine:
         )
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
-        self._calls = EngineCalls(setup.world, setup.strategy.model)
+        self._calls = EngineCalls(setup.world, setup.strategy.model, self.optimizer)
         modes = EvaluationMode(self.model)
         self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)

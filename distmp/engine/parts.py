@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from distmp.data.dataloader import step_of
@@ -35,6 +36,7 @@ class EngineCalls:
     Args:
         world: The ranks.
         model: The model of the engine; calls of its `load_state_dict` are counted.
+        optimizer: The optimizer of the engine; the same.
 
     Attributes:
         number: Number of the engine, from 1, among the multi-rank engines of this process; 0 for an
@@ -46,8 +48,9 @@ class EngineCalls:
             makes as many calls as the others until they end, each with later microbatches.
     """
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+    def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loads = ("engine", "model", "optimizer")
+        self.counts = {"engine.step": 0, **{f"{name}.load_state_dict": 0 for name in loads}}
         self.steps_ahead = 0
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
@@ -56,7 +59,9 @@ class EngineCalls:
         self._current = ""
         self._failures = 0
         self._failure: BaseException | None = None
-        model.register_load_state_dict_post_hook(partial(_count, self.counts))
+        count = partial(_count, self.counts)
+        model.register_load_state_dict_post_hook(partial(count, "model"))
+        optimizer.register_load_state_dict_post_hook(partial(count, "optimizer"))
 
     @contextmanager
     def call(self, name: str, *, waits: bool = True) -> Iterator[None]:
@@ -80,6 +85,7 @@ class EngineCalls:
         try:
             with (
                 explain_lost_peers(self._world.group, f"engine.{name}()"),
+                self._roll_call.explain_timeouts(f"engine.{name}()"),
                 autocast_off(self._world.device),
             ):
                 if self._failure is not None:
@@ -109,9 +115,9 @@ class EngineCalls:
         self._roll_call.count(f"engine.{name}(){self._of_which}")
 
 
-def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
-    """Count a state loaded into a model; the hook holds no reference to the engine."""
-    counts["model.load_state_dict"] += 1
+def _count(counts: dict[str, int], loaded: str, *_: object) -> None:
+    """Count a state that was loaded; the hook holds no reference to the engine."""
+    counts[f"{loaded}.load_state_dict"] += 1
 
 
 @dataclass(frozen=True)
