@@ -370,11 +370,10 @@ class RankMonitor:
 
     def _warn(self) -> None:
         """Log once that a call of an engine, or a decision of a scaler, waits for other ranks."""
-        seconds = time.monotonic() - self._called_at
+        seconds = time.monotonic() - max(self._called_at, self._phase.now.since)
         if seconds > PATIENCE_SECONDS and "distmp/" in collective(working_frame(self._caller)):
-            self._called_at = math.inf
+            self._called_at, calls = math.inf, self.own.engine_calls
             statuses = self.query(range(self.world_size))
-            calls = self.own.engine_calls
             late = {
                 rank: status
                 for rank, status in statuses.items()
@@ -439,7 +438,7 @@ def open_store(purpose: str) -> Store | None:
         connected = dist.distributed_c10d._get_default_store()
         # Fails at once if the rank that hosts the store has ended; a new connection would wait.
         connected.check(["host"])
-        timeout = connected.timeout
+        timeout = connected.timeout  # type: ignore[attr-defined]
         connected.set_timeout(timedelta(seconds=CONNECT_SECONDS))  # the host may end at this point
         try:
             store = connected.clone()  # type: ignore[attr-defined]

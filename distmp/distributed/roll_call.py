@@ -8,8 +8,6 @@ not arrive, it queries their status. A step is only counted: it neither waits no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from distmp.distributed import rank_monitor
@@ -51,24 +49,18 @@ class RollCall:
             call = f"{monitor.own.engine_calls}/{monitor.own.engine_call}"
             monitor.meet(call, partial(_other_call_error, monitor), PATIENCE_SECONDS)
 
-    @contextmanager
-    def explain_timeouts(self, call: str) -> Iterator[None]:
-        """Name the ranks that this one has waited for in a collective until its timeout.
+    def explain_timeout(self, error: BaseException) -> None:
+        """Name the ranks that the latest call has waited for in a collective until its timeout.
 
         Raises:
             TrainingError: In place of the error of the collective.
         """
-        try:
-            yield
-        except RuntimeError as error:
-            monitor = self._monitor() if "Timed out waiting" in str(error) else None
-            if monitor is None:
-                raise
+        if "Timed out waiting" in str(error) and (monitor := self._monitor()) is not None:
             others = monitor.describe(monitor.query(range(monitor.world_size)))
             raise TrainingError(
-                f"rank {monitor.rank} has waited in {call} until the timeout of the process group "
-                f"for other ranks: {others}; make the same calls in the same order on every rank, "
-                "or pass a longer timeout to init_process_group"
+                f"rank {monitor.rank} has waited in {monitor.own.engine_call} until the timeout of "
+                f"the process group for other ranks: {others}; make the same calls in the same "
+                "order on every rank, or pass a longer timeout to init_process_group"
             ) from error
 
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:

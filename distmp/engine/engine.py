@@ -47,6 +47,7 @@ from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.processes import return_freed_memory
+from distmp.utils.tensor_trees import checksum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -286,6 +287,11 @@ class Engine:
         """Check as `_checked`; before the first step, all ranks fail if one does."""
         if not self.config.first_step_checks or self._calls.counts["engine.step"]:
             return self._checked(microbatches, count)
+        if self.world.world_size > 1 and not self._setup.is_sharded:
+            values = self.module.named_parameters()
+            self._calls.weights = {
+                f"values of {n}": f"checksum {checksum(v):08x}" for n, v in values
+            }
         try:
             return self.world.ranks.all_or_none(lambda: self._checked(microbatches, count))
         except SetupError as error:

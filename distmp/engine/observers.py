@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.distributed.compare_ranks import raise_difference
 from distmp.engine.microbatches import MicrobatchStats
-from distmp.engine.rank_consistency import describe_replicated
 from distmp.engine.setup import Setup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed
@@ -21,11 +19,6 @@ from distmp.parallel.global_mean import is_mean
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, parameter_name
-
-WRITTEN = (
-    "differs between ranks, which have written to it since the engine copied the values of rank 0; "
-    "write the same values on every rank, or before you build the engine"
-)
 
 
 class StepObserver:
@@ -65,20 +58,8 @@ class FirstStep(StepObserver):
         self._warnings: dict[str, None] = {}
 
     def before(self, batch: Any) -> None:
-        """Compare the microbatches of ranks, and their replicated weights.
-
-        Raises:
-            ConfigError: On all ranks, with the first weight that differs.
-        """
-        if self._world.world_size == 1:
-            return
-        weights = {}
-        if self._module is not None:
-            weights = describe_replicated(self._module, {}, self._world.device)
-        same_batch, same_weights = self._same_on_ranks(checksum(batch), checksum(weights))
-        if not same_weights:
-            raise_difference(self._world.group, weights, WRITTEN)
-        if same_batch:
+        """Compare the microbatches of ranks."""
+        if self._world.world_size > 1 and self._has_same_batch(batch):
             self._warnings[
                 f"all {self._world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
@@ -97,11 +78,12 @@ class FirstStep(StepObserver):
         self.is_done = True
         return [*self._warnings]
 
-    def _same_on_ranks(self, *checksums: int) -> list[bool]:
-        own = torch.tensor(checksums, dtype=torch.float64, device=self._world.device)
-        extremes = torch.stack([own, -own])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, self._world.group)
-        return (extremes[0] == -extremes[1]).tolist()
+    def _has_same_batch(self, batch: Any) -> bool:
+        digest = float(checksum(batch))
+        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
+        largest, smallest = numbers.tolist()
+        return bool(largest == -smallest)
 
 
 class EmbeddingIds(StepObserver):

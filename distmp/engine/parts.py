@@ -46,12 +46,15 @@ class EngineCalls:
         steps_ahead: How many more steps the `DataLoader` of the latest microbatches has yielded
             than `Engine.step` was called. Ranks compare it too: a rank that leaves out a call
             makes as many calls as the others until they end, each with later microbatches.
+        weights: Checksum of each replicated weight before the first step, by name; ranks compare
+            them in that step.
     """
 
     def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loads = ("engine", "model", "optimizer")
         self.counts = {"engine.step": 0, **{f"{name}.load_state_dict": 0 for name in loads}}
         self.steps_ahead = 0
+        self.weights: dict[str, str] = {}
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
         self._world = world
@@ -85,7 +88,6 @@ class EngineCalls:
         try:
             with (
                 explain_lost_peers(self._world.group, f"engine.{name}()"),
-                self._roll_call.explain_timeouts(f"engine.{name}()"),
                 autocast_off(self._world.device),
             ):
                 if self._failure is not None:
@@ -99,6 +101,7 @@ class EngineCalls:
         except BaseException as error:
             self._failure = error
             self._failures += 1
+            self._roll_call.explain_timeout(error)
             raise
         finally:
             self._current = ""
@@ -147,6 +150,7 @@ class EngineParts:
             self.calls.number,
             self.calls.counts,
             self.calls.steps_ahead,
+            self.calls.weights if self.calls.counts["engine.step"] == 1 else (),
             self.state.max_norm,
             self.state.nominal_weight,
             hyperparameters(updates.optimizer),
@@ -179,5 +183,6 @@ class EngineParts:
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
             **describe_model(self.setup.strategy.model),
+            **self.calls.weights,
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

@@ -76,30 +76,17 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
     if world.group is None:
         return
     state = engine.state_dict() | {f"ema/{name}": value for name, value in (average or {}).items()}
+    tensors = _replicated_tensors(engine.module, state)
+    described = {
+        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
+        for (name, tensor), digest in zip(
+            tensors.items(), digests(tensors, world.device).tolist(), strict=True
+        )
+    }
     try:
-        described = describe_replicated(engine.module, state, world.device)
         check_same(world.group, world.device, described, ADVICE)
     except ConfigError as error:
         raise TrainingError(f"ranks differ: {error}") from None
-
-
-def describe_replicated(
-    module: nn.Module, state: Mapping[str, Tensor], device: torch.device
-) -> dict[str, str]:
-    """Return the digest of each tensor that should be equal on all ranks, as text by name.
-
-    Args:
-        module: The model, whose parameters count.
-        state: More tensors by name, which may include buffers and shards; these do not count.
-        device: The device to compute on.
-    """
-    tensors = _replicated_tensors(module, state)
-    return {
-        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
-        for (name, tensor), digest in zip(
-            tensors.items(), digests(tensors, device).tolist(), strict=True
-        )
-    }
 
 
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -337,6 +337,8 @@ class FullySharded(Strategy):
         Raises:
             TrainingError: Naming the parameter.
         """
+        if not self._unfinished:
+            return  # in a step of another engine
         gradient, version = self._accumulated.get(id(parameter), (None, 0))
         is_same = parameter.grad is gradient
         if not is_same or (gradient is not None and gradient._version != version):
