@@ -20,7 +20,6 @@ from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.observers import (
     AnyGradient,
-    EmbeddingIds,
     EvaluationMode,
     FirstStep,
     StepObserver,
@@ -133,7 +132,7 @@ class Engine:
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
+            self._observers.append(FirstStep(setup))
             setup.strategy.watch_copies()
         self.batches = LatestBatches(
             self.model, setup.world.rank, after_step=setup.config.attribution
