@@ -27,9 +27,12 @@
 #   FP32.
 # - Outside of the buckets, the FP32 gradients of all parameters never exist at the same time.
 #
-# Hooks of a parameter run in order of registration. A post-accumulate hook that was registered
-# before ours sees the gradient of one microbatch, one that was registered after ours sees None. No
-# hook sees reduced gradients: they are in `.grad` from `finish` to the next `begin_step`.
+# Hooks of a parameter run in the order of a dictionary, and `begin_step` moves ours to its end. So
+# every other post-accumulate hook sees the gradient of one microbatch. No hook sees reduced
+# gradients: they are in `.grad` from `finish` to the next `begin_step`.
+#
+# Other code must not set `.grad` in a step: autograd would add the next gradient to it, and we
+# cannot tell a sum from a gradient. So `backward_context` and `finish` refuse it.
 #
 # A backward with `create_graph=True` does not add in place, and the buckets hold no graph. The hook
 # refuses it. In every other backward gradients are disabled, so the hook may write to buckets.
@@ -53,6 +56,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
@@ -66,6 +70,11 @@ from distmp.scaling.norms import CHUNK, chunk_norms
 
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
 SMALL_ELEMENTS = 2**13
+REPLACED = (
+    "{!r}.grad was set in a step by other code (loss function or hook), so gradients would be lost "
+    "or counted twice; return the gradient from a hook of Tensor.register_hook, or change "
+    "engine.gradients() in a step pre-hook of the optimizer"
+)
 MOVED = (
     "was converted or moved together with its gradient, for example by model.to(); convert or move "
     "the model before you build the engine, or build a new engine"
@@ -96,6 +105,8 @@ class _Slot:
         has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
             microbatch if microbatches are summed separately).
         starts_at_zero: Whether the first gradient of a step is added to zeros.
+        hook: Our post-accumulate hook.
+        computed: Whether a backward has computed a gradient, if there are other hooks; see `_hook`.
     """
 
     name: str
@@ -104,7 +115,9 @@ class _Slot:
     index: int
     target: Tensor
     starts_at_zero: bool
+    hook: RemovableHandle
     has_gradient: bool = False
+    computed: list[bool] | None = None
 
 
 class Fp32GradBuckets:
@@ -223,6 +236,8 @@ class Fp32GradBuckets:
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
         self.used = UsedParameters([slot.name for slot in self._slots], group, device)
+        # The views that are `.grad` in this backward.
+        self._in_place: dict[_Slot, Tensor] = {}
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -285,6 +300,8 @@ class Fp32GradBuckets:
             slot.parameter.grad = None
             if slot.target is not slot.parameter:
                 slot.target.grad = None
+            if len(slot.parameter._post_accumulate_grad_hooks) > 1:
+                _run_last(slot)
         if self._starting_at_zero:
             with torch.no_grad():
                 torch._foreach_zero_(self._starting_at_zero)
@@ -326,9 +343,11 @@ class Fp32GradBuckets:
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
-        added, unconverted = self._added_in_place(), self._unconverted(loss)
-        for slot in added:
-            slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
+        if self._stage >= _Stage.MICROBATCH:
+            self._refuse_replaced()
+        self._in_place, unconverted = self._added_in_place(), self._unconverted(loss)
+        for slot, view in self._in_place.items():
+            slot.parameter.grad = view
         for parameter in unconverted:
             parameter.grad_dtype = None
         try:
@@ -338,8 +357,10 @@ class Fp32GradBuckets:
                 slot.parameter.grad = None
             raise
         finally:
-            for slot in added:
-                slot.parameter.grad = None
+            for slot, view in self._in_place.items():
+                if slot.parameter.grad is view:
+                    slot.parameter.grad = None
+            self._in_place = {}
             for parameter in unconverted:
                 parameter.grad_dtype = torch.float32
 
@@ -390,6 +411,7 @@ class Fp32GradBuckets:
                 "finish() was called before begin_microbatch(last=True); announce the last "
                 "microbatch of a step with last=True"
             )
+        self._refuse_replaced()
         with explain_lost_peers(self.group):
             self._launch_up_to(len(self.layouts))
             if self._reduction is not None:
@@ -447,28 +469,31 @@ class Fp32GradBuckets:
                 zip(layout.names, layout.parameters, strict=True)
             ):
                 parameter.grad_dtype = torch.float32
-                computed: list[bool] = []
-                if parameter._post_accumulate_grad_hooks:  # user hooks, which run before ours
-                    parameter.register_hook(_recorder(computed))
-                hook = _hook(weakref.ref(self), bucket, index, computed)
-                parameter.register_post_accumulate_grad_hook(hook)
+                hook = _hook(weakref.ref(self), bucket, index)
+                handle = parameter.register_post_accumulate_grad_hook(hook)
                 # On a GPU both ways launch a kernel for each gradient.
                 small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
                 added = small and self._sums is None
-                yield _Slot(name, parameter, bucket, index, parameter, starts_at_zero=added)
+                yield _Slot(name, parameter, bucket, index, parameter, added, handle)
 
-    def _added_in_place(self) -> list[_Slot]:
-        """Return the parameters whose next gradient autograd adds to their bucket."""
+    def _refuse_replaced(self) -> None:
+        """Refuse a `.grad` that other code has set; between backward passes it is None."""
+        for slot in self._slots:
+            if slot.parameter.grad is not None:
+                raise TrainingError(REPLACED.format(slot.name))
+
+    def _added_in_place(self) -> dict[_Slot, Tensor]:
+        """Return the parameters whose next gradient autograd adds to their view of the bucket."""
         if self._stage < _Stage.MICROBATCH or self._sums is not None:
-            return []
+            return {}
         # A hook also runs if a function returns no gradient, which does not count as use.
         unknown = self.used.not_known_as_used
-        return [
-            slot
+        return {
+            slot: self._leaf.views[slot.bucket][slot.index]
             for slot in self._slots
             if (slot.has_gradient or (slot.starts_at_zero and slot.name not in unknown))
             and _is_unhooked(slot.parameter)
-        ]
+        }
 
     def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
         """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
@@ -500,6 +525,8 @@ class Fp32GradBuckets:
             )
         view = self._leaf.views[slot.bucket][slot.index]
         if gradient is not view:
+            if slot in self._in_place:
+                raise TrainingError(REPLACED.format(slot.name))
             if gradient.layout is not torch.strided:
                 gradient = gradient.float().to_dense()  # sums values of the same index
             if slot.has_gradient or slot.starts_at_zero:
@@ -587,11 +614,20 @@ class Fp32GradBuckets:
 
 def _is_unhooked(parameter: nn.Parameter) -> bool:
     """Return whether no hook of the user reads the gradient of a parameter."""
-    return parameter.grad is None and len(parameter._post_accumulate_grad_hooks) == 1
+    return len(parameter._post_accumulate_grad_hooks) == 1
+
+
+def _run_last(slot: _Slot) -> None:
+    """Let our hook run after other post-accumulate hooks, and record what it then cannot see."""
+    hooks = slot.parameter._post_accumulate_grad_hooks
+    hooks[slot.hook.id] = hooks.pop(slot.hook.id)
+    if slot.computed is None:
+        slot.computed = []
+        slot.parameter.register_hook(_recorder(slot.computed))
 
 
 def _hook(
-    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int, computed: list[bool]
+    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int
 ) -> Callable[[Tensor], None]:
     """Return the hook of a parameter, see Note [Gradient hooks and the lifetime of .grad].
 
@@ -599,20 +635,17 @@ def _hook(
         buckets: The buckets.
         bucket: Index of the bucket.
         index: Index of the parameter within the bucket.
-        computed: Holds True if a backward has computed a gradient of a parameter with other hooks.
     """
 
     def take_gradient(_: Tensor) -> None:  # what a hook before this one has returned, if any
         alive = buckets()
-        is_computed = any(computed)
-        computed.clear()
         # Ignore a backward outside of a step, for example of another engine on the same model.
         if alive is None or alive._stage < _Stage.MICROBATCH:
             return
         slot = alive._by_bucket[bucket][index]
         gradient = slot.parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it
-            if is_computed:
+            if slot.computed == [True]:
                 raise TrainingError(
                     f"a hook has set the gradient of {slot.name!r} to None in a backward, so it "
                     "would be lost; remove the hook, which was registered by "

@@ -87,9 +87,9 @@ class UsedParameters:
         """
         if self.computing_loss:
             raise TrainingError(
-                f"the loss function has called backward, which would add the gradient of "
-                f"{parameter!r} with the wrong scale; return the sum of all losses, whose backward "
-                "the engine calls"
+                "the loss function has called backward (or torch.autograd.grad, with a sharded "
+                f"strategy), which would add the gradient of {parameter!r} with the wrong scale; "
+                "return the sum of all losses, whose backward the engine calls"
             )
         if parameter in self._unused:
             self._in_microbatch.add(parameter)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, TrainingError, listed, rank_names, ranks_by_value
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.host_copy import cpu_number
 
 ADVICE = "differs between ranks; use the same on every rank"
 # Bits of a checksum that is reduced as a floating-point number: sums of the squares of 2^17 such
@@ -51,8 +52,8 @@ def describe_param_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the class and the parameter groups of an optimizer as text, for a comparison."""
     described = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names") and not isinstance(value, Tensor):
+        for key, value in _on_host(group):
+            if key not in ("params", "param_names"):
                 described[f"optimizer.param_groups[{index}][{key!r}]"] = repr(value)
         names = group.get("param_names", range(len(group["params"])))
         described[f"optimizer.param_groups[{index}]['params']"] = listed(list(map(str, names)))
@@ -188,13 +189,22 @@ class Fingerprint:
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Return the class and those settings of the parameter groups that are not tensors."""
+    """Return the class and the settings of the parameter groups that the host knows."""
     known = (bool, int, float, str, tuple, type(None))
     groups = [
-        [(key, value) for key, value in group.items() if isinstance(value, known)]
+        [(key, value) for key, value in _on_host(group) if isinstance(value, known)]
         for group in optimizer.param_groups
     ]
     return [type(optimizer).__name__, *groups]
+
+
+def _on_host(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a parameter group, without tensors on other devices."""
+    for key, value in group.items():
+        if not isinstance(value, Tensor):
+            yield key, value
+        elif value.device.type == "cpu" and value.numel() == 1:
+            yield key, cpu_number(value)
 
 
 class _Unquoted(str):

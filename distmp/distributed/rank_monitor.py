@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -38,6 +39,7 @@ from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_status import PendingDecision, RankProcess, RankStatus, Statuses
 from distmp.distributed.ranks import lost_peer_error
+from distmp.distributed.rendezvous_store import CONNECT_SECONDS
 from distmp.errors import DistmpError, LostPeerError
 from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame
 from distmp.utils.processes import ProcessIdentity, child_seconds, thread_seconds
@@ -93,6 +95,8 @@ class RankMonitor:
         self._ranks: dict[str, list[int]] = {}
         self._caller = threading.get_ident()
         self._pending: PendingDecision | None = None
+        # When the latest call of an engine began; infinite after a warning about it.
+        self._called_at = math.inf
         self.own = RankStatus(host=self.process.host)
         # Keys of the latest point, deleted when all ranks have reached the next one.
         self._last_point: tuple[str, ...] = ()
@@ -130,6 +134,7 @@ class RankMonitor:
     def record_engine_call(self, name: str) -> None:
         """Record a call of an engine."""
         self._caller = threading.get_ident()
+        self._called_at = time.monotonic()
         self.own.engine_calls += 1
         self.own.engine_call = name
 
@@ -356,6 +361,17 @@ class RankMonitor:
         )
 
     def _warn(self) -> None:
+        """Log once that a call of an engine, or a decision of a scaler, waits for other ranks."""
+        seconds = time.monotonic() - max(self._called_at, self._phase.now.since)
+        if seconds > PATIENCE_SECONDS and "distmp/" in collective(working_frame(self._caller)):
+            self._called_at, calls = math.inf, self.own.engine_calls
+            statuses = self.query(range(self.world_size))
+            late = {
+                rank: status
+                for rank, status in statuses.items()
+                if status is None or status.engine_calls < calls or not status.waits_in
+            }
+            self._log_late(seconds, self.own.engine_call, late, range(self.world_size))
         decision = self._pending
         if decision is None or decision.has_warned:
             return
@@ -363,16 +379,18 @@ class RankMonitor:
         if seconds < PATIENCE_SECONDS or decision.is_over():
             return
         missing = self.missing(decision)
-        present = [rank for rank in decision.ranks if rank not in missing]
-        is_over = self._pending is not decision or decision.is_over()
+        if self._pending is decision and not decision.is_over():
+            self._log_late(seconds, self.own.last_call, missing, decision.ranks)
+
+    def _log_late(self, seconds: float, call: str, late: Statuses, ranks: Sequence[int]) -> None:
         # Only the first of the waiting ranks logs the warning.
-        if missing and not is_over and self.rank == present[0]:
+        if late and self.rank == min(set(ranks) - set(late)):
             logger.warning(
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self.rank,
                 seconds,
-                self.own.last_call,
-                self.describe(missing),
+                call,
+                self.describe(late),
             )
 
 
@@ -412,7 +430,12 @@ def open_store(purpose: str) -> Store | None:
         connected = dist.distributed_c10d._get_default_store()
         # Fails at once if the rank that hosts the store has ended; a new connection would wait.
         connected.check(["host"])
-        store = connected.clone()  # type: ignore[attr-defined]
+        timeout = connected.timeout  # type: ignore[attr-defined]
+        connected.set_timeout(timedelta(seconds=CONNECT_SECONDS))  # the host may end at this point
+        try:
+            store = connected.clone()  # type: ignore[attr-defined]
+        finally:
+            connected.set_timeout(timeout)
         store.set_timeout(timedelta(seconds=REJOIN_SECONDS))
     except (RuntimeError, NotImplementedError) as error:
         logger.debug("no connection to the store of the process group: %s", error)

@@ -58,7 +58,8 @@ class Ranks:
         """Return the values of all ranks, in rank order."""
         values = [value] * self.world_size
         if self.distributed:
-            dist.all_gather_object(values, value, group=self.group)
+            with explain_lost_peers(self.group or dist.group.WORLD):
+                dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_or_none(

@@ -49,6 +49,20 @@ class RollCall:
             call = f"{monitor.own.engine_calls}/{monitor.own.engine_call}"
             monitor.meet(call, partial(_other_call_error, monitor), PATIENCE_SECONDS)
 
+    def explain_timeout(self, error: BaseException) -> None:
+        """Name the ranks that the latest call has waited for in a collective until its timeout.
+
+        Raises:
+            TrainingError: In place of the error of the collective.
+        """
+        if "Timed out waiting" in str(error) and (monitor := self._monitor()) is not None:
+            others = monitor.describe(monitor.query(range(monitor.world_size)))
+            raise TrainingError(
+                f"rank {monitor.rank} has waited in {monitor.own.engine_call} until the timeout of "
+                f"the process group for other ranks: {others}; make the same calls in the same "
+                "order on every rank, or pass a longer timeout to init_process_group"
+            ) from error
+
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
         """Wait until a call that failed on this rank is known to have failed on every rank.
 

@@ -75,10 +75,10 @@ class EngineConfig:
     """Policies until numbers of tokens, in the order in which they end; `policy` follows."""
 
     first_step_checks: bool = True
-    """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean or
-    depends on parameters outside of the model, the same data on all ranks, training in evaluation
-    mode; and the first four for writes through `.data` to 16-bit parameters. The loss function is
-    not called again for this."""
+    """Check the first step for likely mistakes: a loss that is a mean or depends on parameters
+    outside of the model, the same data or different weights on ranks, training in evaluation mode;
+    and the first four for writes through `.data` to 16-bit parameters. The loss function is not
+    called again for this."""
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy

@@ -20,7 +20,6 @@ from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.observers import (
     AnyGradient,
-    EmbeddingIds,
     EvaluationMode,
     FirstStep,
     StepObserver,
@@ -47,6 +46,7 @@ from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.processes import return_freed_memory
+from distmp.utils.tensor_trees import checksum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,14 +125,14 @@ class Engine:
         )
         self._state = state = EngineState(setup)
         self.optimizer = setup.updates.optimizer
-        self._calls = EngineCalls(setup.world, setup.strategy.module)
+        self._calls = EngineCalls(setup.world, setup.strategy.module, self.optimizer)
         modes = EvaluationMode(self.model)
         self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._observers: list[StepObserver] = [AnyGradient(setup)]
         if config.first_step_checks:
-            self._observers += [FirstStep(setup), EmbeddingIds(self.model)]
+            self._observers.append(FirstStep(setup))
             setup.strategy.watch_copies()
         self.batches = LatestBatches(
             self.model, setup.world.rank, after_step=setup.config.attribution
@@ -286,6 +286,11 @@ class Engine:
         """Check as `_checked`; before the first step, all ranks fail if one does."""
         if not self.config.first_step_checks or self._calls.counts["engine.step"]:
             return self._checked(microbatches, count)
+        if self.world.world_size > 1 and not self._setup.is_sharded:
+            values = self.module.named_parameters()
+            self._calls.weights = {
+                f"values of {n}": f"checksum {checksum(v):08x}" for n, v in values
+            }
         try:
             return self.world.ranks.all_or_none(lambda: self._checked(microbatches, count))
         except SetupError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -84,45 +83,6 @@ class FirstStep(StepObserver):
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
         largest, smallest = numbers.tolist()
         return bool(largest == -smallest)
-
-
-class EmbeddingIds(StepObserver):
-    """Refuses ids outside of an embedding. On a GPU, its kernel would read out of bounds.
-
-    Args:
-        model: The model, whose embeddings are checked.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._embeddings = {
-            part: name for name, part in model.named_modules() if isinstance(part, nn.Embedding)
-        }
-        self._hooks = ExitStack()
-
-    def before(self, batch: Any) -> None:
-        """Check the arguments of embeddings in this step."""
-        self._hooks.close()  # a failed step leaves its hooks
-        for part in self._embeddings:
-            self._hooks.callback(part.register_forward_pre_hook(self._check).remove)
-
-    def after(self) -> list[str]:
-        """End the checks."""
-        self._hooks.close()
-        self.is_done = True
-        return []
-
-    def _check(self, part: nn.Embedding, args: tuple[Any, ...]) -> None:
-        if not (args and isinstance(args[0], Tensor) and args[0].numel()):
-            return
-        smallest, largest = (int(value) for value in torch.aminmax(args[0]))
-        if smallest < 0 or largest >= part.num_embeddings:
-            raise ConfigError(
-                "batch",
-                f"ids from {smallest} to {largest}",
-                f"the embedding {parameter_name(self._embeddings[part])!r} has "
-                f"{part.num_embeddings} rows, for ids from 0 to {part.num_embeddings - 1}; enlarge "
-                "the vocabulary of the model, or use the tokenizer of the model",
-            )
 
 
 class AnyGradient(StepObserver):

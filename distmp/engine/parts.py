@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from distmp.data.dataloader import step_of
@@ -36,6 +37,7 @@ class EngineCalls:
     Args:
         world: The ranks.
         model: The model of the engine; calls of its `load_state_dict` are counted.
+        optimizer: The optimizer of the engine; the same.
 
     Attributes:
         number: Number of the engine, from 1, among the multi-rank engines of this process; 0 for an
@@ -46,12 +48,16 @@ class EngineCalls:
             than `Engine.step` was called. Ranks compare it too: a rank that leaves out a call
             makes as many calls as the others until they end, each with later microbatches.
         source: `StreamMicrobatches.source` of the latest microbatches, which ranks compare, too.
+        weights: Checksum of each replicated weight before the first step, by name; ranks compare
+            them in that step.
     """
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+    def __init__(self, world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loads = ("engine", "model", "optimizer")
+        self.counts = {"engine.step": 0, **{f"{name}.load_state_dict": 0 for name in loads}}
         self.steps_ahead = 0
         self.source = ""
+        self.weights: dict[str, str] = {}
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
         self._world = world
@@ -59,7 +65,9 @@ class EngineCalls:
         self._current = ""
         self._failures = 0
         self._failure: BaseException | None = None
-        model.register_load_state_dict_post_hook(partial(_count, self.counts))
+        count = partial(_count, self.counts)
+        model.register_load_state_dict_post_hook(partial(count, "model"))
+        optimizer.register_load_state_dict_post_hook(partial(count, "optimizer"))
 
     @contextmanager
     def call(self, name: str, *, waits: bool = True) -> Iterator[None]:
@@ -96,6 +104,7 @@ class EngineCalls:
         except BaseException as error:
             self._failure = error
             self._failures += 1
+            self._roll_call.explain_timeout(error)
             raise
         finally:
             self._current = ""
@@ -113,9 +122,9 @@ class EngineCalls:
         self._roll_call.count(f"engine.{name}(){self._of_which}")
 
 
-def _count(counts: dict[str, int], module: nn.Module, keys: object) -> None:
-    """Count a state loaded into a model; the hook holds no reference to the engine."""
-    counts["model.load_state_dict"] += 1
+def _count(counts: dict[str, int], loaded: str, *_: object) -> None:
+    """Count a state that was loaded; the hook holds no reference to the engine."""
+    counts[f"{loaded}.load_state_dict"] += 1
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,7 @@ class EngineParts:
             self.calls.counts,
             self.calls.steps_ahead,
             self.calls.source,
+            self.calls.weights if self.calls.counts["engine.step"] == 1 else (),
             self.state.max_norm,
             self.state.nominal_weight,
             hyperparameters(updates.optimizer),
@@ -179,5 +189,6 @@ class EngineParts:
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
             **describe_model(self.setup.strategy.module),
+            **self.calls.weights,
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

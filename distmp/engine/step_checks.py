@@ -198,8 +198,9 @@ def explain_graph_errors() -> Iterator[None]:
         raise ConfigError(
             "loss",
             "Tensor of a graph that is freed",
-            "an earlier backward has freed it; the loss function must not call backward, and must "
-            "compute a new graph for each microbatch (detach a state that it carries over)",
+            "an earlier backward has freed it; the loss function must not call backward (nor, with "
+            "a sharded strategy, torch.autograd.grad), and must compute a new graph for each "
+            "microbatch (detach a state that it carries over)",
         ) from error
 
 

@@ -233,9 +233,9 @@ class FullySharded(strategy.Strategy):
         self.used.exchange_flags()
         unused = self.used.unused_in_step
         for name, parameter in self._trainable:
-            self._check_gradient(parameter)
+            if parameter.requires_grad:  # FSDP also reduces parameters that were frozen later
+                self._check_gradient(parameter)
             if name in unused or not parameter.requires_grad:
-                # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -308,18 +308,18 @@ class FullySharded(strategy.Strategy):
         self._accumulated[id(parameter)] = (gradient, gradient._version)
 
     def _check_gradient(self, parameter: nn.Parameter) -> None:
-        """Refuse a gradient that other code has removed, replaced or written to in this step.
+        """Refuse a gradient that other code has set, removed or written to in this step.
 
         FSDP2 adds to the memory of a shard without a new version of the DTensor.
 
         Raises:
             TrainingError: Naming the parameter.
         """
-        recorded = self._accumulated.get(id(parameter))
-        if recorded is None:
-            return
-        gradient, version = recorded
-        if parameter.grad is not gradient or gradient._version != version:
+        if not self._unfinished:
+            return  # in a step of another engine
+        gradient, version = self._accumulated.get(id(parameter), (None, 0))
+        is_same = parameter.grad is gradient
+        if not is_same or (gradient is not None and gradient._version != version):
             self._refuse_lost_gradient(parameter)
 
     def _refuse_lost_gradient(self, parameter: nn.Parameter) -> NoReturn:

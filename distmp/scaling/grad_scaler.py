@@ -586,9 +586,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Update the counts, and the scale if `dynamic`, after an iteration.
 
         Returns:
-            What `_report` reads: whether only some optimizers skipped, the scale is exhausted,
-            scales differ and `scale` was never called, and the number of skipped iterations in a
-            row.
+            What `_report` reads: whether there is no gradient, only some optimizers skipped, the
+            scale is exhausted, scales differ and `scale` was never called, and the number of
+            skipped iterations in a row.
         """
         assert self._loss_scale is not None
         assert self._skips is not None
@@ -608,7 +608,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         unscaled = functools.reduce(
             operator.or_, [total.scale_never_called for total in self._totals]
         )
-        return HostCopy(torch.stack([partial, exhausted, differ, unscaled, consecutive]))
+        return HostCopy(torch.stack([empty, partial, exhausted, differ, unscaled, consecutive]))
 
     def _report(self, flags: HostCopy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn or raise because of the last iteration; on CUDA because of the one before."""
@@ -616,7 +616,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        partial, exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
+        empty, partial, exhausted, scales_differ, never_scaled, consecutive_skips = flags.read()
+        if empty:
+            warnings.warn(
+                "no rank has had a gradient, so nothing was updated; call scaler.step(optimizer) "
+                "after backward and before optimizer.zero_grad()",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(

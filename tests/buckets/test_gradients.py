@@ -338,10 +338,10 @@ def replace_by_half(weight: Tensor) -> None:
         weight.grad = weight.grad * 0.5
 
 
-@pytest.mark.parametrize(("registered", "expected"), [("before", 0.5), ("after", 1.0)])
+@pytest.mark.parametrize("registered", ["before", "after"])
 @pytest.mark.parametrize("change", [halve, replace_by_half])
 def test_another_hook_changes_the_gradient_of_each_microbatch_once(
-    change: Callable[[Tensor], None], registered: str, expected: float
+    change: Callable[[Tensor], None], registered: str
 ) -> None:
     weight = nn.Parameter(torch.zeros(3))
     if registered == "before":
@@ -351,7 +351,46 @@ def test_another_hook_changes_the_gradient_of_each_microbatch_once(
         weight.register_post_accumulate_grad_hook(change)
     for _ in range(2):
         found = accumulate(buckets, [weight.sum] * 4)["weight"]
-        assert torch.equal(found, torch.full((3,), 4 * expected))
+        assert torch.equal(found, torch.full((3,), 2.0))
+
+
+def set_to_one(weight: Tensor) -> None:
+    weight.grad = torch.ones_like(weight)
+
+
+@pytest.mark.parametrize("change", [replace_by_half, set_to_one])
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_a_backward_that_replaces_the_sum_of_earlier_microbatches_is_refused(
+    microbatches: int, change: Callable[[Tensor], None]
+) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+
+    def change_in_backward() -> Tensor:
+        product = weight * 1.0
+        product.register_hook(lambda _: change(weight))
+        return product.sum()
+
+    forwards = [weight.sum] * (microbatches - 1)
+    with pytest.raises(TrainingError, match=r"'weight'\.grad was set in a step by other code"):
+        accumulate(buckets, [*forwards, change_in_backward])
+    with pytest.raises(TrainingError, match=r"'weight'\.grad was set in a step by other code"):
+        accumulate(buckets, [change_in_backward, change_in_backward])
+    assert accumulate(buckets, [weight.sum])["weight"].tolist() == [1, 1, 1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_forward_that_sets_a_gradient_is_refused(microbatches: int) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], group())
+
+    def set_and_run() -> Tensor:
+        set_to_one(weight)
+        return weight.sum()
+
+    with pytest.raises(TrainingError, match=r"'weight'\.grad was set in a step by other code"):
+        accumulate(buckets, [weight.sum] * (microbatches - 1) + [set_and_run])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import subprocess
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from tests import elastic
 from tests.elastic import Job, run_jobs
 from tests.ports import reserved_port
 from tests.ranks import ranks, run_ranks
+from tests.reference import make_engine, microbatches
 from tests.torchrun import python, run
 
 HERE = re.escape(__file__)
@@ -114,6 +116,59 @@ def test_warning_precedes_error(tmp_path: Path) -> None:
             messages[0],
         )
     assert work.parameter.tolist() == [-(2.0**-15)] * 2
+
+
+HOST = "import sys, time, torch.distributed as dist\n" + (
+    "store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), 2, True, wait_for_workers=False)\n"
+    "time.sleep(60)"
+)
+
+
+def test_host_that_ends_while_a_rank_connects_to_its_store_does_not_delay_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with reserved_port() as port:
+        host = subprocess.Popen(python("-c", HOST, str(port)))
+        timeout = timedelta(seconds=30)
+        store = dist.TCPStore("127.0.0.1", port, 2, False, timeout)  # type: ignore[attr-defined]
+
+    class Ending:
+        def check(self, keys: object) -> None:
+            host.kill()
+            host.wait()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Ending)
+    monkeypatch.setattr(rank_monitor, "CONNECT_SECONDS", 0.5)
+    begin = time.monotonic()
+    assert rank_monitor.open_store("test") is None
+    assert time.monotonic() - begin < 20
+    assert store.timeout == timeout
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2, initialize=False)
+def test_rank_that_leaves_the_loop_of_an_engine_is_named(strategy: str, tmp_path: Path) -> None:
+    rank_monitor.PATIENCE_SECONDS = 0.5
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+    join(tmp_path, timeout_seconds=4)
+    engine = make_engine(strategy=strategy)
+    batches = microbatches(0, [[2], [2]], dist.get_rank())
+    engine.step(batches)
+    if dist.get_rank() == 1:
+        doing_something_else(tmp_path / "done")
+        return
+    late = rf"rank 1 is at {HERE}:\d+ in doing_something_else .*; the last call of its engine was "
+    with pytest.raises(TrainingError, match=rf"^rank 0 has waited in engine\.step\(\) .*{late}"):
+        engine.step(batches)
+    (tmp_path / "done").touch()
+    (warning,) = [record.getMessage() for record in records]
+    assert re.match(rf"rank 0 has waited for \d+ s in engine\.step\(\) .*{late}", warning)
 
 
 def release(directory: Path, records: list[logging.LogRecord] | None) -> None:

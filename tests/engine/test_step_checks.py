@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.engine import Engine
 from distmp.engine.setup import Setup
-from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
+from distmp.errors import ConfigError, DistmpError, LostPeerError, SetupError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import in_turn, ranks
@@ -531,8 +532,14 @@ def clearing(*, to_none: bool) -> Callable[..., Any]:
     return loss
 
 
+def setting(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return summed(model, batch)
+
+
 @ranks(2)
-def test_gradients_of_shards_that_are_cleared_in_a_step_are_refused() -> None:
+def test_gradients_of_shards_that_are_cleared_or_set_in_a_step_are_refused() -> None:
     parallel = ParallelConfig(sharding=ShardingConfig(accumulate="sharded"))
     cleared = "has cleared or changed the gradient of '(weight|bias)'"
     for to_none in (True, False):
@@ -542,6 +549,9 @@ def test_gradients_of_shards_that_are_cleared_in_a_step_are_refused() -> None:
             engine.step([pair()])
             with pytest.raises(TrainingError, match=cleared):
                 engine.step([pair(), pair()])
+            engine = make(setting, strategy=strategy, parallel=parallel)
+            with pytest.raises(TrainingError, match=cleared):
+                engine.step([pair()])
     engine = make(strategy="fsdp", parallel=parallel)
     engine.step([pair(), pair()])
     engine.model.get_parameter("bias").register_post_accumulate_grad_hook(remove_gradient)
@@ -576,6 +586,47 @@ def test_lost_write_on_one_rank_fails_on_all_ranks(write: Callable[[Tensor], obj
         write(engine.model.get_parameter("weight"))
     error = ConfigError if engine.world.rank == 0 else SetupError
     with pytest.raises(error, match="weight': was written to"):
+        engine.step([pair()])
+
+
+@ranks(2)
+@in_turn("shard", [False, True])
+def test_weights_that_differ_between_ranks_fail_in_the_first_step(shard: bool) -> None:
+    engine = make(policy="fp32", shard_optimizer=shard)
+    torch.manual_seed(engine.world.rank)
+    nn.init.normal_(engine.model.get_parameter("bias").data)
+    with pytest.raises(ConfigError, match=r"values of bias = .* on rank 0; .* on rank 1: differs"):
+        engine.step([pair()])
+
+
+@ranks(2)
+def test_a_learning_rate_in_a_tensor_that_differs_between_ranks_is_refused() -> None:
+    engine = make()
+    engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.5 * (1 + engine.world.rank))
+    with pytest.raises(ConfigError, match=r"\['lr'\] = 0\.5 on rank 0; 1\.0 on rank 1: differs"):
+        engine.step([pair()])
+
+
+@ranks(2)
+def test_a_rank_that_ends_before_it_builds_its_engine_is_reported() -> None:
+    closed = RuntimeError("Connection closed by peer")
+    with (
+        mock.patch.object(dist, "all_gather_object", side_effect=closed),
+        pytest.raises(LostPeerError, match="stops because another rank has ended"),
+    ):
+        make()
+
+
+@ranks(2)
+@in_turn("part", ["model", "optimizer"])
+def test_a_state_that_only_one_rank_loads_is_refused(part: str) -> None:
+    engine = make()
+    engine.step([pair()])
+    if engine.world.rank == 0:
+        loaded = getattr(engine, part)
+        loaded.load_state_dict(loaded.state_dict())
+    calls = rf"calls of {part}\.load_state_dict = 1 on rank 0; 0 on rank 1: differs"
+    with pytest.raises(ConfigError, match=calls):
         engine.step([pair()])
 
 
@@ -709,10 +760,10 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize(("ids", "found"), [([0, 8], "from 0 to 8"), ([0, -1], "from -1 to 0")])
-def test_ids_that_an_embedding_lacks_are_refused(ids: list[int], found: str) -> None:
+def test_ids_that_an_embedding_lacks_are_explained(ids: list[int], found: str) -> None:
     engine = make(lambda model, batch: (model(batch[0]).sum(), 1), Words())
-    for _ in range(2):  # also after a step that failed
-        with pytest.raises(ConfigError, match=rf"ids {found}': the embedding 'words' has 8 rows"):
+    for step in (1, 2):  # also after a step that failed
+        message = rf"(?s)out of range on rank 0 in step {step}: .* have 8 rows; .* {found}\n"
+        with pytest.raises(TrainingError, match=message):
             engine.step([(torch.tensor([ids]), torch.zeros(1))])
     engine.step([(torch.tensor([[0, 7]]), torch.zeros(1))])
-    assert not engine.model.words._forward_pre_hooks  # nothing is left of the first step's check

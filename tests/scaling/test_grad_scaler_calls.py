@@ -403,6 +403,17 @@ def test_gradients_that_no_rank_has_scaled_are_warned_of_once() -> None:
     assert warning.filename == __file__
 
 
+def test_gradients_that_are_cleared_before_the_step_are_warned_of() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    optimizer.zero_grad()
+    scaler.step(optimizer)
+    with pytest.warns(RuntimeWarning, match="no rank has had a gradient, so nothing was updated"):
+        scaler.update()
+
+
 @ranks(2)
 def test_a_rank_without_a_loss_of_its_own_is_not_warned() -> None:
     parameter = nn.Parameter(torch.zeros(2))
