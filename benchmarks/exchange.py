@@ -160,7 +160,7 @@ class Costs(TorchDispatchMode):
             self.launches += 1
             if self._in_sum:
                 self.launches_of_sums += 1
-                self.bytes_of_sums += bytes_moved(func, args, result)
+                self.bytes_of_sums += bytes_moved(func.overloadpacket, args, result)
         return result
 
     @contextmanager

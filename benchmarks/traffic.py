@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 COUNTED = (aten._to_copy, aten.add, aten.add_, aten.clone, aten.copy_, aten.mul_, aten.zero_)
+# The operation that each of these runs on every element of its lists.
+OF_LISTS = {aten._foreach_copy_: aten.copy_, aten._foreach_zero_: aten.zero_}
 OVERWRITES = (aten.copy_, aten.zero_)  # do not read the tensor that they write to
 
 
@@ -33,12 +35,19 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in COUNTED and self._elements in (None, result.numel()):
-            self.bytes += bytes_moved(func, args, result)
+        operation, calls = func.overloadpacket, [(result, args)]
+        if operation in OF_LISTS:
+            operation, calls = (
+                OF_LISTS[operation],
+                [(each[0], each) for each in zip(*args[:2], strict=True)],
+            )
+        for written, read in calls:
+            if operation in COUNTED and self._elements in (None, written.numel()):
+                self.bytes += bytes_moved(operation, read, written)
         return result
 
 
-def bytes_moved(func: Any, args: Any, result: Any) -> int:
+def bytes_moved(operation: Any, args: Any, result: Any) -> int:
     """Return the bytes that an operation reads from its arguments and writes to its result."""
-    read = args[1:] if func.overloadpacket in OVERWRITES else args
+    read = args[1:] if operation in OVERWRITES else args
     return sum(leaf.nbytes for leaf in tree_leaves((result, read)) if isinstance(leaf, Tensor))

@@ -12,7 +12,8 @@
 #   `begin_step` clears `.grad`, which is a view of the bucket after a step.
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
 #   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
-#   later ones, and sets `.grad` to None.
+#   later ones, and sets `.grad` to None. On a GPU, the gradients of up to `HELD_BYTES` are held and
+#   copied in one launch, at the latest when the bucket is reduced or backward ends.
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
@@ -47,18 +48,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
+from distmp.buckets.layout import (
+    ALIGNMENT,
+    DEFAULT_BUCKET_BYTES,
+    SUMMED_DTYPES,
+    check_parameters,
+    plan_buckets,
+)
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from distmp.buckets.used import UsedParameters, weights_used_once
@@ -75,6 +83,8 @@ REPLACED = (
     "or counted twice; return the gradient from a hook of Tensor.register_hook, or change "
     "engine.gradients() in a step pre-hook of the optimizer"
 )
+# Largest size of the gradients that wait to be copied in one launch, by device type.
+HELD_BYTES = {"cuda": DEFAULT_BUCKET_BYTES}
 MOVED = (
     "was converted or moved together with its gradient, for example by model.to(); convert or move "
     "the model before you build the engine, or build a new engine"
@@ -91,7 +101,7 @@ class _Stage(IntEnum):
     ENDED = 4  # only `finish` is missing
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Slot:
     """The position of a parameter in the buckets.
 
@@ -99,14 +109,15 @@ class _Slot:
         name: Name of the parameter in the model.
         parameter: The parameter that backward computes gradients of.
         bucket: Index of the bucket.
-        index: Index of the parameter within the bucket.
+        index: Index of the parameter in `FlatGradients.views`.
         target: The tensor that the optimizer updates: the parameter, its FP32 master weight, or
             this rank's shard of one of them (1-dim).
+        starts_at_zero: Whether the first gradient of a step is added to zeros.
         has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
             microbatch if microbatches are summed separately).
-        starts_at_zero: Whether the first gradient of a step is added to zeros.
-        hook: Our post-accumulate hook.
+        hook_id: Key of our post-accumulate hook.
         computed: Whether a backward has computed a gradient, if there are other hooks; see `_hook`.
+        added_to: The view of the bucket that autograd adds the next gradient to, if it does.
     """
 
     name: str
@@ -115,9 +126,10 @@ class _Slot:
     index: int
     target: Tensor
     starts_at_zero: bool
-    hook: RemovableHandle
     has_gradient: bool = False
+    hook_id: int = 0
     computed: list[bool] | None = None
+    added_to: Tensor | None = None
 
 
 class Fp32GradBuckets:
@@ -217,10 +229,13 @@ class Fp32GradBuckets:
         self._reduction = self._build_reduction(reduce_dtype, pairwise=reproducible)
         # The set of buffers that backward writes to, and the set that holds the result. They are
         # the same unless microbatches are summed separately.
-        self._leaf = self._total = FlatGradients(self.layouts)
+        create = partial(
+            FlatGradients, self.layouts, self.rank, self.world_size if self.sharded else 1
+        )
+        self._leaf = self._total = create()
         self._drop_non_finite = drop_non_finite
         separate = reproducible or drop_non_finite
-        self._sums = PartialSums(self.layouts, pairwise=reproducible) if separate else None
+        self._sums = PartialSums(create, pairwise=reproducible) if separate else None
         # Indices of the buckets in the order of their reductions, and in the order in which they
         # got complete in the first step (None afterwards).
         self._order = list(range(len(self.layouts)))
@@ -229,15 +244,19 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
-        self._starting_at_zero = [
-            self._leaf.views[slot.bucket][slot.index] for slot in self._slots if slot.starts_at_zero
-        ]
+        self._starting_at_zero: list[Tensor] = []
+        for buffer, slots in zip(self._leaf.buffers, self._by_bucket, strict=True):
+            small = [self._leaf.views[slot.index] for slot in slots if slot.starts_at_zero]
+            self._starting_at_zero += [buffer] if len(small) == len(slots) else small
+        # Gradients that are not copied yet, with their views of the bucket, and their bytes there.
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._held_bytes = 0
+        self._most_held = HELD_BYTES.get(device.type, 0)
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
         self.used = UsedParameters([slot.name for slot in self._slots], group, device)
         # The views that are `.grad` in this backward.
-        self._in_place: dict[_Slot, Tensor] = {}
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -269,7 +288,7 @@ class Fp32GradBuckets:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of every parameter by name, as views of the finished buckets."""
-        return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
+        return {slot.name: self._total.views[slot.index] for slot in self._slots}
 
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Assign the gradient of a parameter to the tensor that the optimizer updates instead.
@@ -297,9 +316,7 @@ class Fp32GradBuckets:
         self.used.begin_step()
         for slot in self._slots:
             slot.has_gradient = False
-            slot.parameter.grad = None
-            if slot.target is not slot.parameter:
-                slot.target.grad = None
+            slot.parameter.grad = slot.target.grad = None
             if len(slot.parameter._post_accumulate_grad_hooks) > 1:
                 _run_last(slot)
         if self._starting_at_zero:
@@ -343,24 +360,31 @@ class Fp32GradBuckets:
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
+        # In a microbatch, the parameters whose gradients no hook of the user reads.
+        unhooked: list[_Slot] = []
         if self._stage >= _Stage.MICROBATCH:
             self._refuse_replaced()
-        self._in_place, unconverted = self._added_in_place(), self._unconverted(loss)
-        for slot, view in self._in_place.items():
-            slot.parameter.grad = view
+            unhooked = [
+                slot for slot in self._slots if len(slot.parameter._post_accumulate_grad_hooks) == 1
+            ]
+        added, unconverted = self._added_in_place(unhooked), self._unconverted(unhooked, loss)
+        for slot in added:
+            slot.parameter.grad = slot.added_to = self._leaf.views[slot.index]
         for parameter in unconverted:
             parameter.grad_dtype = None
         try:
             yield
+            if self._held:
+                self._copy_held()
         except BaseException:
             for slot in self._slots:
                 slot.parameter.grad = None
             raise
         finally:
-            for slot, view in self._in_place.items():
-                if slot.parameter.grad is view:
+            for slot in added:
+                if slot.parameter.grad is slot.added_to:
                     slot.parameter.grad = None
-            self._in_place = {}
+                slot.added_to = None
             for parameter in unconverted:
                 parameter.grad_dtype = torch.float32
 
@@ -373,6 +397,7 @@ class Fp32GradBuckets:
         """
         if not self._drop_non_finite:
             return None
+        self._copy_held()
         for bucket in range(len(self.layouts)):
             self._zero_missing(bucket)
         return torch.stack(
@@ -387,6 +412,8 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
+        if self._held:
+            self._copy_held()
         self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
@@ -421,9 +448,14 @@ class Fp32GradBuckets:
                 self._total = self._sums.total_after(self._leaf)
             self._sync_order()
             self.used.exchange_flags()
-        unused = self.used.unused_in_step
-        for slot in self._slots:
-            self._set_gradient(slot, steps=slot.parameter.requires_grad and slot.name not in unused)
+        unused, total = self.used.unused_in_step, self._total
+        for slot, view, updated in zip(self._slots, total.views, total.updated, strict=True):
+            if slot.name in unused or not slot.parameter.requires_grad:
+                slot.parameter.grad = slot.target.grad = None
+            elif not self.sharded:
+                slot.parameter.grad = slot.target.grad = view
+            elif slot.target is not slot.parameter:
+                slot.target.grad = updated
 
     def check_storage(self) -> None:
         """Refuse gradients that are no longer in the buckets.
@@ -431,12 +463,8 @@ class Fp32GradBuckets:
         Raises:
             ConfigError: Naming the first parameter whose gradient was converted or moved.
         """
-        held = zip(self.layouts, self._total.buffers, self._total.views, strict=True)
-        for layout, buffer, views in held:
-            device = buffer.device
-            for name, view in zip(layout.names, views, strict=True):
-                if view.dtype is not torch.float32 or view.device != device:
-                    raise ConfigError("model", name, MOVED)
+        if (moved := self._total.moved()) is not None:
+            raise ConfigError("model", self._slots[moved].name, MOVED)
 
     def end_step(self, skipped: Tensor) -> None:
         """Record whether the optimizer skipped the step; without a call it did not.
@@ -458,23 +486,24 @@ class Fp32GradBuckets:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
         self._stage = _Stage.BETWEEN_STEPS
+        self._held, self._held_bytes = [], 0
         if self._sums is not None:
             self._sums.clear()
 
     # The hooks
 
     def _make_slots(self) -> Iterator[_Slot]:
+        index = itertools.count()
         for bucket, layout in enumerate(self.layouts):
-            for index, (name, parameter) in enumerate(
-                zip(layout.names, layout.parameters, strict=True)
-            ):
+            for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 parameter.grad_dtype = torch.float32
-                hook = _hook(weakref.ref(self), bucket, index)
-                handle = parameter.register_post_accumulate_grad_hook(hook)
-                # On a GPU both ways launch a kernel for each gradient.
+                # On a GPU, one launch copies many gradients, and each addition is a launch.
                 small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
                 added = small and self._sums is None
-                yield _Slot(name, parameter, bucket, index, parameter, added, handle)
+                slot = _Slot(name, parameter, bucket, next(index), parameter, starts_at_zero=added)
+                hook = _hook(weakref.ref(self), weakref.ref(slot))
+                slot.hook_id = parameter.register_post_accumulate_grad_hook(hook).id
+                yield slot
 
     def _refuse_replaced(self) -> None:
         """Refuse a `.grad` that other code has set; between backward passes it is None."""
@@ -482,34 +511,28 @@ class Fp32GradBuckets:
             if slot.parameter.grad is not None:
                 raise TrainingError(REPLACED.format(slot.name))
 
-    def _added_in_place(self) -> dict[_Slot, Tensor]:
+    def _added_in_place(self, unhooked: list[_Slot]) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their view of the bucket."""
-        if self._stage < _Stage.MICROBATCH or self._sums is not None:
-            return {}
+        if self._sums is not None:
+            return []
         # A hook also runs if a function returns no gradient, which does not count as use.
         unknown = self.used.not_known_as_used
-        return {
-            slot: self._leaf.views[slot.bucket][slot.index]
-            for slot in self._slots
-            if (slot.has_gradient or (slot.starts_at_zero and slot.name not in unknown))
-            and _is_unhooked(slot.parameter)
-        }
-
-    def _unconverted(self, loss: Tensor | None) -> list[nn.Parameter]:
-        """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
-        if self._stage < _Stage.MICROBATCH or not self._has_16_bit_parameters or loss is None:
-            return []
-        used_once = weights_used_once(loss)
         return [
-            slot.parameter
-            for slot in self._slots
-            if id(slot.parameter) in used_once
-            and _is_unhooked(slot.parameter)
-            and not slot.parameter._backward_hooks
+            slot
+            for slot in unhooked
+            if slot.has_gradient or (slot.starts_at_zero and slot.name not in unknown)
         ]
 
+    def _unconverted(self, unhooked: list[_Slot], loss: Tensor | None) -> list[nn.Parameter]:
+        """Return the 16-bit parameters whose next gradient needs no FP32 copy."""
+        if not self._has_16_bit_parameters or loss is None:
+            return []
+        used_once = weights_used_once(loss)
+        parameters = [slot.parameter for slot in unhooked if id(slot.parameter) in used_once]
+        return [parameter for parameter in parameters if not parameter._backward_hooks]
+
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
-        """Add the gradient of a parameter to its bucket, unless autograd has done so."""
+        """Add the gradient of a parameter to its bucket."""
         self.used.mark_used(slot.name)
         if torch.is_grad_enabled():
             raise TrainingError(
@@ -517,30 +540,39 @@ class Fp32GradBuckets:
                 "hold no graph; call backward() without it, and use torch.autograd.grad for "
                 "derivatives of gradients"
             )
-        if self._launched and slot.bucket in self._order[: self._launched]:
+        if slot.added_to is not None:  # autograd would have added to it
+            raise TrainingError(REPLACED.format(slot.name))
+        view = self._leaf.views[slot.index]
+        if gradient.layout is not torch.strided:
+            gradient = gradient.float().to_dense()  # sums values of the same index
+        if slot.has_gradient or slot.starts_at_zero:
+            self._copy_held()
+            view += gradient
+        else:
+            self._held.append((view, gradient))
+            self._held_bytes += view.nbytes
+            if self._held_bytes > self._most_held:
+                self._copy_held()
+        slot.has_gradient = True
+        slot.parameter.grad = None
+        if self._reduces:
+            self._mark_ready(slot)
+
+    def _copy_held(self) -> None:
+        if self._held:
+            views, gradients = zip(*self._held, strict=True)
+            torch._foreach_copy_(views, gradients)
+            self._held, self._held_bytes = [], 0
+
+    def _mark_ready(self, slot: _Slot) -> None:
+        """Launch the reductions of all buckets that are complete and next in order."""
+        missing = self._missing[slot.bucket]
+        if not missing and slot.bucket in self._order[: self._launched]:
             raise TrainingError(
                 f"the gradient of {slot.name!r} arrived a second time in the last microbatch, "
                 "after its bucket was reduced: call backward once for each microbatch, and use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        view = self._leaf.views[slot.bucket][slot.index]
-        if gradient is not view:
-            if slot in self._in_place:
-                raise TrainingError(REPLACED.format(slot.name))
-            if gradient.layout is not torch.strided:
-                gradient = gradient.float().to_dense()  # sums values of the same index
-            if slot.has_gradient or slot.starts_at_zero:
-                view += gradient
-            else:
-                view.copy_(gradient)
-            slot.has_gradient = True
-        slot.parameter.grad = None
-        if self._reduces:
-            self._mark_ready(slot)
-
-    def _mark_ready(self, slot: _Slot) -> None:
-        """Launch the reductions of all buckets that are complete and next in order."""
-        missing = self._missing[slot.bucket]
         missing.discard(slot)
         if missing or self._drop_non_finite:
             return
@@ -554,6 +586,7 @@ class Fp32GradBuckets:
     # Sums over microbatches and ranks
 
     def _launch_up_to(self, end: int) -> None:
+        self._copy_held()
         for bucket in self._order[self._launched : end]:
             # Count it first: from now on, a gradient for this bucket is an error.
             self._launched += 1
@@ -565,9 +598,13 @@ class Fp32GradBuckets:
                 self._reduction.launch(total)
 
     def _zero_missing(self, bucket: int) -> None:
-        for slot in self._by_bucket[bucket]:
-            if not (slot.has_gradient or slot.starts_at_zero):
-                self._leaf.views[bucket][slot.index].zero_()
+        missing = [
+            self._leaf.views[slot.index]
+            for slot in self._by_bucket[bucket]
+            if not (slot.has_gradient or slot.starts_at_zero)
+        ]
+        if missing:
+            torch._foreach_zero_(missing)
 
     def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
         if self.group is None:
@@ -593,56 +630,31 @@ class Fp32GradBuckets:
         self._order = common.tolist()
         self._observed = None
 
-    def _set_gradient(self, slot: _Slot, *, steps: bool) -> None:
-        """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
-        if not steps:
-            slot.parameter.grad = slot.target.grad = None
-            return
-        view = self._total.views[slot.bucket][slot.index]
-        if not self.sharded:
-            slot.parameter.grad = view
-        if slot.target is not slot.parameter:
-            slot.target.grad = self._shard_view(slot) if self.sharded else view
-
-    def _shard_view(self, slot: _Slot) -> Tensor:
-        """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
-        layout = self.layouts[slot.bucket]
-        elements = layout.shard_range(slot.index, layout.shard(self.rank, self.world_size))
-        flat = self._total.buffers[slot.bucket]
-        return flat[layout.offsets[slot.index] :][elements]
-
-
-def _is_unhooked(parameter: nn.Parameter) -> bool:
-    """Return whether no hook of the user reads the gradient of a parameter."""
-    return len(parameter._post_accumulate_grad_hooks) == 1
-
 
 def _run_last(slot: _Slot) -> None:
     """Let our hook run after other post-accumulate hooks, and record what it then cannot see."""
     hooks = slot.parameter._post_accumulate_grad_hooks
-    hooks[slot.hook.id] = hooks.pop(slot.hook.id)
+    hooks[slot.hook_id] = hooks.pop(slot.hook_id)
     if slot.computed is None:
         slot.computed = []
         slot.parameter.register_hook(_recorder(slot.computed))
 
 
 def _hook(
-    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int
+    buckets: weakref.ref[Fp32GradBuckets], slot_of: weakref.ref[_Slot]
 ) -> Callable[[Tensor], None]:
     """Return the hook of a parameter, see Note [Gradient hooks and the lifetime of .grad].
 
     Args:
         buckets: The buckets.
-        bucket: Index of the bucket.
-        index: Index of the parameter within the bucket.
+        slot_of: The position of the parameter in the buckets.
     """
 
     def take_gradient(_: Tensor) -> None:  # what a hook before this one has returned, if any
-        alive = buckets()
+        alive, slot = buckets(), slot_of()
         # Ignore a backward outside of a step, for example of another engine on the same model.
-        if alive is None or alive._stage < _Stage.MICROBATCH:
+        if alive is None or slot is None or alive._stage < _Stage.MICROBATCH:
             return
-        slot = alive._by_bucket[bucket][index]
         gradient = slot.parameter.grad
         if gradient is None:  # backward has computed none, or another hook has removed it
             if slot.computed == [True]:
@@ -651,10 +663,10 @@ def _hook(
                     "would be lost; remove the hook, which was registered by "
                     "register_post_accumulate_grad_hook"
                 )
-            return
-        is_added = gradient is alive._leaf.views[bucket][index]
-        if not is_added or alive._reduces:
+        elif gradient is not slot.added_to:
             alive._take_gradient(slot, gradient)
+        elif alive._reduces:
+            alive._mark_ready(slot)
 
     return take_gradient
 

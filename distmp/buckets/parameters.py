@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -22,22 +23,6 @@ WRITTEN = (
 )
 
 
-class _HeldParameter(NamedTuple):
-    """A parameter in its final memory.
-
-    Attributes:
-        name: Name of the parameter in the model.
-        parameter: The parameter.
-        address: Address of its memory.
-        has_master: Whether its value is copied from a master weight, so that writes to it are lost.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    address: int
-    has_master: bool
-
-
 class OptimizerParameters:
     """The tensors that the optimizer updates for the parameters of some buckets.
 
@@ -50,16 +35,24 @@ class OptimizerParameters:
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
         self.shard_ranges: dict[str, slice] = {}
-        self._held: list[_HeldParameter] = []
+        # Parameters in their final memory, the addresses of this memory, and the names of those
+        # whose values are copied from master weights, so that writes to them are lost.
+        self._held: dict[str, nn.Parameter] = {}
+        self._addresses: list[int] = []
+        self._copies: set[str] = set()
         self._versions: list[int] = []
 
-    def _hold(self, name: str, parameter: nn.Parameter, *, has_master: bool) -> None:
-        self._held.append(_HeldParameter(name, parameter, parameter.data_ptr(), has_master))
+    def _hold(self, name: str, parameter: nn.Parameter) -> None:
+        self._held[name] = parameter
+        self._addresses.append(parameter.data_ptr())
+
+    def _current_versions(self) -> list[int]:
+        # torch counts in-place writes.
+        return list(map(operator.attrgetter("_version"), self._held.values()))
 
     def _accept_values(self) -> None:
         """Accept the current values of the parameters."""
-        # torch counts in-place writes.
-        self._versions = [held.parameter._version for held in self._held]
+        self._versions = self._current_versions()
 
     def check_storage(self) -> None:
         """Refuse parameters that were moved, and writes that would be lost.
@@ -67,16 +60,22 @@ class OptimizerParameters:
         Raises:
             ConfigError: Naming the first one.
         """
-        for held, version in zip(self._held, self._versions, strict=True):
-            if held.parameter.data_ptr() != held.address:
+        addresses = list(map(Tensor.data_ptr, self._held.values()))
+        versions = self._current_versions()
+        if (addresses, versions) == (self._addresses, self._versions):
+            return
+        moved = map(operator.ne, addresses, self._addresses)
+        written = map(operator.ne, versions, self._versions)
+        for name, is_moved, is_written in zip(self._held, moved, written, strict=True):
+            if is_moved:
                 raise ConfigError(
                     "model",
-                    held.name,
+                    name,
                     "was moved to other memory (by model.to(), .data = or another engine), which "
                     "the optimizer does not step; change a model before you build the engine",
                 )
-            if held.has_master and held.parameter._version != version:
-                raise ConfigError("model", held.name, WRITTEN.format("model.load_state_dict"))
+            if is_written and name in self._copies:
+                raise ConfigError("model", name, WRITTEN.format("model.load_state_dict"))
 
     def check_copies(self) -> None:
         """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
@@ -253,7 +252,9 @@ class FlatParameters(OptimizerParameters):
                 master.copy_(value)
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
-            self._hold(name, layout.parameters[index], has_master=dtype != torch.float32)
+            self._hold(name, layout.parameters[index])
+            if dtype != torch.float32:
+                self._copies.add(name)
             # An optimizer needs a leaf tensor; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
@@ -291,7 +292,7 @@ class PureParameters(OptimizerParameters):
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
-                    self._hold(name, parameter, has_master=False)
+                    self._hold(name, parameter)
         self._accept_values()
 
     def round_gradients(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,19 +14,43 @@ from distmp.buckets.layout import BucketLayout
 class FlatGradients:
     """One set of flat FP32 buffers, a buffer for each bucket.
 
+    Args:
+        layouts: The layouts of the buckets.
+        rank: This rank.
+        shards: Number of ranks that each bucket is divided over.
+
     Attributes:
         buffers: The flat buffers, FP32, shape (size of the bucket's layout,), initially zero.
-        views: For each bucket, a view of its buffer for each parameter, in the parameter's shape.
+        views: For each parameter of each bucket, its part of the buffer, in its shape.
+        updated: For each parameter, the part of the buffer in this rank's shard, 1-dim; without
+            shards, its view.
     """
 
-    def __init__(self, layouts: Sequence[BucketLayout]) -> None:
+    def __init__(self, layouts: Sequence[BucketLayout], rank: int = 0, shards: int = 1) -> None:
         self.buffers = [
             torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
             for layout in layouts
         ]
-        self.views = [
-            layout.views(buffer) for layout, buffer in zip(layouts, self.buffers, strict=True)
-        ]
+        of_buckets = list(zip(layouts, self.buffers, strict=True))
+        self.views = [view for layout, flat in of_buckets for view in layout.views(flat)]
+        self.updated = self.views
+        if shards > 1:
+            self.updated = [
+                flat[offset:][layout.shard_range(index, layout.shard(rank, shards))]
+                for layout, flat in of_buckets
+                for index, offset in enumerate(layout.offsets)
+            ]
+        self._addresses = self._current()
+
+    def _current(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.views))
+
+    def moved(self) -> int | None:
+        """Return the index of the first view that has left its buffer; None if there is none."""
+        current = self._current()
+        if current == self._addresses:
+            return None
+        return list(map(operator.eq, current, self._addresses)).index(False)
 
 
 class PartialSums:
@@ -36,12 +61,12 @@ class PartialSums:
     rounded log2(k) times instead of k times.
 
     Args:
-        layouts: The layouts of the buckets.
+        create: Allocates a set of buffers.
         pairwise: False adds one microbatch after the other, with a single set of buffers.
     """
 
-    def __init__(self, layouts: Sequence[BucketLayout], *, pairwise: bool) -> None:
-        self._layouts = layouts
+    def __init__(self, create: Callable[[], FlatGradients], *, pairwise: bool) -> None:
+        self._create = create
         self._pairwise = pairwise
         self._levels: list[FlatGradients | None] = []
         self._spare: list[FlatGradients] = []
@@ -69,7 +94,7 @@ class PartialSums:
             self._levels[level] = None
             level += 1
         self._levels[level : level + 1] = [carried]
-        return self._spare.pop() if self._spare else FlatGradients(self._layouts)
+        return self._spare.pop() if self._spare else self._create()
 
     def add_last(self, leaf: FlatGradients, bucket: int) -> Tensor:
         """Add one bucket of the last microbatch to all earlier sums.

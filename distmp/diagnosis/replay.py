@@ -226,7 +226,7 @@ class StepInputs(NamedTuple):
         microbatches: The microbatches of the step on this rank.
         streams: Key of the random numbers of each microbatch, see `seed_generators`.
         losses: Loss sum of each microbatch, 0-dim, on the device.
-        weights: Weight of each microbatch, as returned by the loss function, 0-dim.
+        weights: Weight of each microbatch, as returned by the loss function.
         position: Number of the step, and index of the first microbatch in the global batch.
         formats: The formats of layers with low-precision matmuls, by name.
     """
@@ -234,7 +234,7 @@ class StepInputs(NamedTuple):
     microbatches: tuple[Any, ...]
     streams: list[str]
     losses: list[Tensor]
-    weights: list[Tensor]
+    weights: Sequence[Tensor | float]
     position: tuple[int, int] = (0, 0)
     formats: Mapping[str, ProductFormats] = MappingProxyType({})
 

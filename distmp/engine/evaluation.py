@@ -68,17 +68,18 @@ class MetricSums:
         self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
         self._microbatches = 0
 
-    def add(self, batch: Any, loss_sum: Tensor, weight: Tensor, outputs: list[Any]) -> None:
+    def add(self, batch: Any, loss_sum: Tensor, weight: Tensor | float, outputs: list[Any]) -> None:
         """Add a microbatch. Its metrics do not count if the weight of its loss is 0.
 
         Args:
             batch: The microbatch on the device.
             loss_sum: Sum of its losses, 0-dim.
-            weight: Weight of the loss, 0-dim.
+            weight: Weight of the loss, 0-dim, or a number.
             outputs: Return value of each call of the model.
         """
         self._microbatches += 1
-        rows = [torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])]
+        weight = self._total.new_zeros(()) + weight
+        rows = [torch.stack([loss_sum.to(torch.float64), weight])]
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
         values = torch.stack(rows)

@@ -18,30 +18,33 @@ class MicrobatchStats:
     """Statistics of the microbatches of a step on this rank; each list has one entry for each.
 
     Attributes:
-        losses: Loss sum of each microbatch, 0-dim.
-        loss_sums: Loss sum of each microbatch, 0-dim; 0 if the microbatch was dropped.
-        weights: Weight of each microbatch, 0-dim; 0 if the microbatch was dropped.
+        losses: Loss sum of each microbatch, FP64 0-dim.
+        loss_sums: Loss sum of each microbatch, FP64 0-dim; 0 if the microbatch was dropped.
+        weights: Weight of each microbatch, 0-dim on the device, or a number that the host knows; 0
+            if the microbatch was dropped.
         dropped: Whether each microbatch was dropped, 0-dim bool; empty if none can be dropped.
         streams: Key of the random numbers of each microbatch, see `seed_generators`.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     loss_sums: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | float] = field(default_factory=list)
     dropped: list[Tensor] = field(default_factory=list)
     streams: list[str] = field(default_factory=list)
 
-    def add(self, loss: Tensor, weight: Tensor, kept: Tensor | None) -> None:
+    def add(self, loss: Tensor, weight: Tensor | float, kept: Tensor | None) -> None:
         """Add a microbatch.
 
         Args:
-            loss: Loss sum, 0-dim, detached; not written to afterwards.
-            weight: Weight, 0-dim.
+            loss: Loss sum, FP64 0-dim, detached; not written to afterwards.
+            weight: Weight, 0-dim, or a number.
             kept: 0-dim bool, False drops the microbatch; None if microbatches cannot be dropped.
         """
         self.losses.append(loss)
         if kept is not None:
             loss = torch.where(kept, loss, 0.0)
+            if not isinstance(weight, Tensor):
+                weight = torch.full_like(kept, weight, dtype=torch.float64)
             weight = torch.where(kept, weight, 0)
             self.dropped.append(~kept)
         self.loss_sums.append(loss)

@@ -72,15 +72,19 @@ class StepNumbers(NamedTuple):
 
 
 _TYPES = get_type_hints(StepNumbers)
+# Fields that are the elements of one tensor.
+COUNTS = ("applied_total", "skipped_total", "skipped_in_a_row")
 
 
 class StepOutcome:
     """The numbers of a step that may still be running on the device.
 
     Args:
-        values: Numbers, and tensors of any shape on one device, by name.
+        values: Numbers, and tensors of any shape on one device, by name, or by the names of the
+            elements of a tensor.
         numbers: Returns the fields of `StepNumbers` from `values`, whose tensors are on the host
-            then, in FP64; and "ranks_differ", whether ranks took the step with different settings.
+            then, in FP64.
+        differ: Returns from `values` whether ranks took the step with different settings.
 
     Attributes:
         overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
@@ -99,10 +103,11 @@ class StepOutcome:
 
     def __init__(
         self,
-        values: Mapping[str, Tensor | float],
+        values: Mapping[Any, Tensor | float],
         numbers: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
+        differ: Callable[[dict[str, Any]], bool] = lambda values: False,
     ) -> None:
-        self._compute = numbers
+        self._compute, self._differ = numbers, differ
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         self._values = {name: value for name, value in values.items() if name not in tensors}
         self._shapes = {name: value.shape for name, value in tensors.items()}
@@ -112,7 +117,7 @@ class StepOutcome:
 
     def read(self, name: str) -> float:
         """Wait for the step and return the field `name` of `StepNumbers`."""
-        value = self._found[name]
+        value = self._on_host[name] if name in self._on_host else self._found[name]
         return cpu_number(value) if isinstance(value, Tensor) else value
 
     @cached_property
@@ -123,15 +128,20 @@ class StepOutcome:
     @property
     def ranks_differ(self) -> bool:
         """Whether ranks took the step with different settings; such a step is skipped."""
-        return "ranks_differ" in self._found and bool(self.read("ranks_differ"))
+        return self._differ(self._on_host)
 
     @cached_property
     def _found(self) -> Mapping[str, Any]:
+        return self._compute(self._on_host.copy())
+
+    @cached_property
+    def _on_host(self) -> dict[str, Any]:
         sizes = [shape.numel() for shape in self._shapes.values()]
         parts = self._copy.tensor().split(sizes)
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
-            self._values[name] = part.view(shape)
-        return self._compute(self._values)
+            several = isinstance(name, tuple)
+            self._values |= zip(name, part, strict=True) if several else {name: part.view(shape)}
+        return self._values
 
 
 def advice(numbers: StepNumbers) -> str:

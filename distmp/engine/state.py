@@ -37,12 +37,12 @@ from distmp.utils.flat_shard import global_shape
 
 
 def agree_on_nominal_weight(
-    batch_weight: Tensor, microbatches: int, world: World, *, reproducible: bool
+    batch_weight: Tensor | float, microbatches: int, world: World, *, reproducible: bool
 ) -> float | None:
     """Return the nominal weight of a run, from the first microbatch of each rank.
 
     Args:
-        batch_weight: Weight of the first microbatch of this rank, 0-dim.
+        batch_weight: Weight of the first microbatch of this rank.
         microbatches: Number of microbatches on each rank.
         world: The ranks, all of which have to call this.
         reproducible: Whether it must not depend on the number of ranks.
@@ -51,7 +51,8 @@ def agree_on_nominal_weight(
         The sum of the weights, rounded up to a power of two; None if it is not a finite number
         above 0.
     """
-    weight = batch_weight.to(torch.float64, copy=True) * microbatches
+    weight = torch.zeros((), dtype=torch.float64, device=world.device) + batch_weight
+    weight *= microbatches
     if reproducible:
         # The first microbatch of the global batch is on rank 0 for any number of ranks.
         weight = weight * world.world_size if world.rank == 0 else weight.zero_()
@@ -117,6 +118,15 @@ class EngineState:
         )
         self.max_norm = config.max_norm
         self.seed = setup.first_seed
+        self._factor: tuple[Tensor, float | None, Tensor] | None = None
+
+    def backward_factor(self) -> Tensor:
+        """Return S / n0, by which a loss is multiplied before its backward, 0-dim."""
+        scale, nominal = self.loss_scale.value, self.nominal_weight
+        known = self._factor
+        if known is None or known[0] is not scale or known[1] != nominal:
+            known = self._factor = scale, nominal, scale / (nominal or 1.0)
+        return known[2]
 
     @property
     def steps(self) -> int:

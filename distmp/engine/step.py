@@ -12,7 +12,7 @@ from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import StepObserver
-from distmp.engine.outcome import StepOutcome
+from distmp.engine.outcome import COUNTS, StepOutcome
 from distmp.engine.parts import EngineParts
 from distmp.engine.setup import Setup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
@@ -29,7 +29,7 @@ from distmp.scaling.step_decision import (
     ordered_total,
 )
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.host_copy import to_device
+from distmp.utils.host_copy import cpu_number, to_device
 
 
 def take_step(
@@ -54,9 +54,10 @@ def take_step(
     setup, state = parts.setup, parts.state
     updates, products = setup.updates, setup.low_precision_matmuls
     rate = updates.learning_rates.set(state.counts[0], updates.max_applied)
-    scale = state.loss_scale.value
+    # A number if it is fixed, with which the decision launches fewer kernels.
+    scale = 1.0 if state.loss_scale.config is None else state.loss_scale.value
     setup.buffers.begin_step()
-    stats = _accumulate(setup, state, microbatches, scale, observers)
+    stats = _accumulate(setup, state, microbatches, observers)
     current_phase.enter(DECISION)
     setup.clock.end()
     fingerprint = Fingerprint.of(parts.step_settings(), setup.world.world_size)
@@ -74,8 +75,7 @@ def take_step(
     updates.apply(decision)
     setup.buffers.end_step(decision.found_inf, differ)
     setup.strategy.used.end_step(decision.found_inf)
-    known_scale = 1.0 if state.loss_scale.config is None else scale
-    values: dict[str, Tensor | float] = {"learning_rate": rate, "loss_scale": known_scale}
+    values: dict[str, Tensor | float] = {"learning_rate": rate, "loss_scale": scale}
     values |= {name: getattr(spike_check, name) for name in ("spike", "loss_limit", "norm_limit")}
     if state.loss_scale.floor is not None:
         dropped = decision.dropped > 0
@@ -94,7 +94,6 @@ def _accumulate(
     setup: Setup,
     state: EngineState,
     microbatches: Sequence[Any],
-    scale: Tensor,
     observers: Sequence[StepObserver],
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
@@ -120,11 +119,12 @@ def _accumulate(
             seed_generators(stats.streams[-1], setup.device)
             loss, weight = forward(setup, batch, observers)
             if index == 0:
-                factor = _backward_factor(setup, state, scale, weight, count)
+                factor = _backward_factor(setup, state, weight, count)
             current_phase.enter("backward of microbatch", index + 1)
             backward(strategy, loss, factor)
-            # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
-            stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
+            # A copy also if FP64: torch's mse_loss keeps the memory of all terms of its sum alive.
+            loss = loss.detach().to(setup.device, torch.float64, copy=True)
+            stats.add(loss, weight, strategy.end_microbatch())
     current_phase.enter("reduction of the gradients")
     strategy.finish_gradients()
     for observer in observers:
@@ -140,8 +140,8 @@ def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None =
 
 def forward(
     setup: Setup, batch: Any, observers: Sequence[StepObserver] = ()
-) -> tuple[Tensor, Tensor]:
-    """Return the loss sum and the weight of a microbatch, 0-dim on the device."""
+) -> tuple[Tensor, Tensor | float]:
+    """Return the loss sum and the weight of a microbatch, 0-dim on the device or a number."""
     batch = moved(batch, setup.device)
     strategy = setup.strategy
     with (
@@ -155,7 +155,9 @@ def forward(
             strategy.used.computing_loss = False
     for observer in observers:
         observer.after_forward(batch, loss_sum, weight)
-    return loss_sum, _scalar(weight, setup.device)
+    if isinstance(weight, Tensor):
+        weight = to_device(weight.detach(), setup.device)
+    return loss_sum, weight
 
 
 def backward(strategy: Strategy, loss: Tensor, factor: Tensor) -> None:
@@ -166,14 +168,14 @@ def backward(strategy: Strategy, loss: Tensor, factor: Tensor) -> None:
 
 
 def _backward_factor(
-    setup: Setup, state: EngineState, scale: Tensor, weight: Tensor, microbatches: int
+    setup: Setup, state: EngineState, weight: Tensor | float, microbatches: int
 ) -> Tensor:
     """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
     if state.nominal_weight is None:
         state.nominal_weight = agree_on_nominal_weight(
             weight, microbatches, setup.world, reproducible=setup.config.reproducible
         )
-    return scale / (state.nominal_weight or 1.0)
+    return state.backward_factor()
 
 
 def _sum_over_ranks(
@@ -218,7 +220,8 @@ def _outcome(
         state: The numbers of the engine.
         decision: The decision on the step.
         fingerprint: The settings of the step on this rank.
-        values: What was on the device, by name; "sums" begins with those of the decision.
+        values: What was on the device, by name; "sums" are those of the decision, then of the
+            fingerprint.
     """
     # 1, 0, 0 for an applied step, otherwise 0, 1, 1.
     counted = decision.found_inf != state.first
@@ -229,21 +232,17 @@ def _outcome(
     on_gpu = state.counts.is_cuda
 
     def numbers(found: dict[str, Any]) -> dict[str, Any]:
-        sums = found["sums"]
-        decided = decide_step(sums[:SUMS], found["loss_scale"], *settings, on_gpu=on_gpu)
+        sums = found["sums"][:SUMS]
+        decided = decide_step(sums, found["loss_scale"], *settings, on_gpu=on_gpu)
         names = ("loss", "weight", "grad_norm", "overflow", "dropped", "stop")
         found |= {name: getattr(decided, name) for name in names}
-        found["applied_total"], found["skipped_total"], found["skipped_in_a_row"] = found["counts"]
         found["skipped"] = found["skipped_in_a_row"] > 0
-        if fingerprint.terms:
-            found["ranks_differ"] = fingerprint.differs(sums[SUMS:])
         return found
 
-    return StepOutcome({"scale_exhausted": False, "counts": state.counts, **values}, numbers)
+    def ranks_differ(found: dict[str, Any]) -> bool:
+        if not fingerprint.terms:
+            return False
+        return bool(cpu_number(fingerprint.differs(found["sums"][SUMS:])))
 
-
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return `value` as a 0-dim tensor on `device`; the host does not wait for the device."""
-    if isinstance(value, Tensor):
-        return to_device(value.detach(), device)
-    return torch.scalar_tensor(value, dtype=torch.float64, device=device)
+    counts = {COUNTS: state.counts}
+    return StepOutcome({"scale_exhausted": False, **counts, **values}, numbers, ranks_differ)

@@ -332,15 +332,24 @@ def rotate(parts: Tensor, groups: int, cosine: Tensor, sine: Tensor) -> _Heads:
     Returns:
         Rotated queries and keys, and values, with the dtype of `parts`.
     """
-    cosine, sine = cosine.to(parts.dtype), sine.to(parts.dtype)
     if not torch.compiler.is_compiling():
-        heads: _Heads = _Rotation.apply(parts, groups, cosine, sine)
+        tables = _cast_once(cosine, parts.dtype), _cast_once(sine, parts.dtype)
+        heads: _Heads = _Rotation.apply(parts, groups, *tables)
         return heads
+    cosine, sine = cosine.to(parts.dtype), sine.to(parts.dtype)
     # The compiler makes one kernel of these.
     first, second = parts[:, :, :-groups].chunk(2, dim=-1)
     halves = (first * cosine - second * sine, second * cosine + first * sine)
     rotated = torch.cat(halves, dim=-1)
     return rotated[:, :, :-groups], rotated[:, :, -groups:], parts[:, :, -groups:]
+
+
+def _cast_once(table: Any, dtype: torch.dtype) -> Tensor:
+    """Return a table in a dtype; the blocks of a forward, also recomputed ones, share the cast."""
+    if table.dtype != dtype and getattr(table, "cast", table).dtype != dtype:
+        table.cast = table.to(dtype)
+    cast: Tensor = table if table.dtype == dtype else table.cast
+    return cast
 
 
 class _Rotation(torch.autograd.Function):

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class OptimizerTensors:
 
     def _tensor_ids(self) -> list[int]:
         groups = self.optimizer.param_groups
-        return [id(tensor) for group in groups for tensor in group["params"]]
+        return list(map(id, chain.from_iterable(group["params"] for group in groups)))
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_stepping:

@@ -250,6 +250,7 @@ class FullySharded(strategy.Strategy):
     def watch_copies(self) -> None:
         self._watched_steps = WATCHED_STEPS
 
+    @torch.no_grad()  # otherwise `to_local` adds a node of autograd
     def gradients(self) -> list[GradientPart]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for _, parameter in self._trainable:

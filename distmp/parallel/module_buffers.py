@@ -42,10 +42,12 @@ class ModuleTree:
             for slots in (module._modules, module._parameters, module._buffers)
         ]
         self._lengths = list(map(len, self._slots))
-        self._values = self._current()
+        # Most are empty. Those that get an entry have another length then.
+        self._filled = [slots for slots in self._slots if slots]
+        self._values = list(self._current())
 
-    def _current(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._slots)))
+    def _current(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def is_unchanged(self) -> bool:
         """Return whether each module has the same submodules, parameters and buffers."""
@@ -97,7 +99,7 @@ class ModuleBuffers:
         self._batches = BufferBatches(module)
         self._group = group
         # What every rank broadcasts after a step, unless all ranks have changed their buffers.
-        self._common = self._sizes()
+        self._common = _sizes(self._batches.current())
         self._reproducible = reproducible
         self._before: BufferValues | None = None
         self._others_before: list[BufferValues] = []
@@ -146,11 +148,11 @@ class ModuleBuffers:
                 values.restore()
         if self._before is not None:
             for values in (self._before, *self._others_before):
-                values.revert(skipped.bool())
+                values.revert(skipped)
             self._before, self._others_before = None, []
         if self._group is None:
             return
-        if self._sizes() != self._common and differ is not None and differ:
+        if _sizes(self._batches.current()) != self._common and differ is not None and differ:
             # Ranks whose buffers have not changed do not know of it, and broadcast theirs.
             for size, dtype, device in self._common:
                 self._broadcast(torch.empty(size, dtype=dtype, device=device))
@@ -172,8 +174,9 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def _broadcast_all(self) -> None:
-        self._common = self._sizes()
-        for batch in self._batches.current():
+        batches = self._batches.current()
+        self._common = _sizes(batches)
+        for batch in batches:
             flat = _flat(batch)
             self._broadcast(flat)
             _write(batch, _parts(batch, flat))
@@ -181,14 +184,6 @@ class ModuleBuffers:
     def _broadcast(self, flat: Tensor) -> None:
         assert self._group is not None
         dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
-
-    def _sizes(self) -> list[tuple[int, torch.dtype, torch.device]]:
-        """Return number of elements, dtype and device of each batch of buffers."""
-        kinds = [(batch, next(iter(batch.values()))) for batch in self._batches.current()]
-        return [
-            (sum(map(Tensor.numel, batch.values())), first.dtype, first.device)
-            for batch, first in kinds
-        ]
 
 
 class BufferValues:
@@ -218,11 +213,11 @@ class BufferValues:
 
     @torch.no_grad()
     def revert(self, condition: Tensor) -> None:
-        """Write the values back if `condition`, 0-dim bool, is True; the host does not wait."""
+        """Write the values back if `condition`, 0-dim, is not 0; the host does not wait."""
         # All buffers: torch writes running statistics without incrementing a tensor's version.
         for batch in self._batches.current():
             now, before = _flat(batch), _flatten_dense_tensors(self._before(batch))
-            values = torch.where(condition.to(now.device), before, now)
+            values = torch.where(condition.to(now.device, torch.bool), before, now)
             _write(batch, _parts(batch, values))
 
     def _before(self, batch: dict[str, Tensor]) -> list[Tensor]:
@@ -278,6 +273,17 @@ def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
         batch[name] = buffer
         last[kind] = batch, nbytes + buffer.nbytes
     return batches
+
+
+def _sizes(
+    batches: list[dict[str, Tensor]],
+) -> list[tuple[int, torch.dtype, torch.device]]:
+    """Return number of elements, dtype and device of each batch of buffers."""
+    firsts = [next(iter(batch.values())) for batch in batches]
+    return [
+        (sum(map(Tensor.numel, batch.values())), first.dtype, first.device)
+        for batch, first in zip(batches, firsts, strict=True)
+    ]
 
 
 def _flat(batch: dict[str, Tensor]) -> Tensor:

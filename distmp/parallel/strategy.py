@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -245,6 +246,10 @@ def check_model(model: object) -> None:
         raise ConfigError("model", name, problem)
 
 
+# Faster than a loop in Python.
+_KIND = attrgetter("dtype", "device")
+
+
 class KnownParameters:
     """Detects trained parameters that were replaced, removed or added.
 
@@ -260,11 +265,12 @@ class KnownParameters:
         }
         self._frozen = [each for each in model.parameters() if not each.requires_grad]
         self._tree = ModuleTree(model)
+        self._parameters = [parameter for parameter, _, _ in self._trained.values()]
+        self._kinds = list(map(_KIND, self._parameters))
 
     def _is_unchanged(self) -> bool:
-        kinds = [(each.dtype, each.device.type) for each, _, _ in self._trained.values()]
         return (
-            kinds == [(dtype, device) for _, dtype, device in self._trained.values()]
+            list(map(_KIND, self._parameters)) == self._kinds
             and not any(parameter.requires_grad for parameter in self._frozen)
             and self._tree.is_unchanged()
         )

@@ -18,6 +18,8 @@ from distmp.utils.host_copy import cpu_number
 
 # Number of elements per norm on the CPU: enough to keep a core busy.
 CHUNK = 2**14
+# Number of small tensors above which one call takes less time than a loop in Python.
+FEW = 8
 # Number of elements that are copied at once to scale them.
 _BLOCK = 64 * CHUNK
 # Smallest norm for which an FP32 sum of squares is precise, although small squares underflow.
@@ -49,7 +51,15 @@ def chunk_norms(tensors: list[Tensor]) -> Tensor:
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
-    norms = torch.cat([norms for tensor in tensors for norms in _by_rows(tensor)]).double()
+    small = [tensor for tensor in tensors if tensor.numel() <= CHUNK]
+    large = [tensor for tensor in tensors if tensor.numel() > CHUNK]
+    if len(small) <= FEW:
+        small, large = [], tensors
+    parts = [part for tensor in large for part in _by_rows(tensor)]
+    if small:
+        dtype = torch.promote_types(small[0].dtype, torch.float32)
+        parts.append(torch.stack(torch._foreach_norm(small, 2, dtype=dtype)))
+    norms = torch.cat(parts).double()
     if _PRECISE_FROM <= cpu_number(norms.amax()) < math.inf:
         return norms
     return _of_scaled(tensors, norms)

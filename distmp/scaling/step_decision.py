@@ -127,7 +127,7 @@ class StepDecision:
 def local_stats(
     parts: Iterable[GradientPart],
     losses: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | float],
     *,
     stop: bool,
     dropped: Tensor | float = 0.0,
@@ -145,7 +145,8 @@ def local_stats(
         parts: The gradients of this rank. A norm that is not finite makes the sum of all squares
             infinite or NaN.
         losses: Loss sum of each microbatch of this rank, 0-dim.
-        weights: Weight of each microbatch of this rank, 0-dim; a negative one counts as NaN.
+        weights: Weight of each microbatch of this rank, 0-dim tensors or numbers; a negative one
+            counts as NaN.
         stop: Whether this rank requests to stop.
         dropped: Number of microbatches of this rank that were dropped as non-finite.
         more: Further numbers to sum over ranks.
@@ -157,20 +158,24 @@ def local_stats(
         if part.tensors:
             square = chunk_norms(part.tensors).square().sum()
             squares.append(square if part.replicas == 1 else square / part.replicas)
-    of_batches = _losses_and_weights(losses, weights, device)
-    numbers = [summed(squares, device).reshape(1), of_batches.sum(1)]
-    numbers.append(pack(dropped, float(stop), *more, device=device))
+    numbers = [summed(squares, device).reshape(1), _sum(pack(*losses, device=device))]
+    known = [dropped, float(stop), *more]
+    if [weight for weight in weights if isinstance(weight, Tensor)]:
+        numbers.append(_sum(_packed_weights(weights, device)))
+    else:  # The host adds the weights, and sends the sum with the other numbers.
+        known.insert(0, sum([weight if weight >= 0 else math.nan for weight in weights]))
+    numbers.append(pack(*known, device=device))
     return torch.cat(numbers if exact is None else [*numbers, exact])
 
 
-def _losses_and_weights(
-    losses: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device
-) -> Tensor:
-    """Return losses and weights, FP64 of shape (2, microbatches); a negative weight becomes NaN."""
-    numbers = pack(*losses, *weights, device=device).view(2, -1)
+def _sum(numbers: Tensor) -> Tensor:
+    return numbers if len(numbers) == 1 else numbers.sum(0, keepdim=True)
+
+
+def _packed_weights(weights: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return weights as one FP64 vector; a negative weight becomes NaN."""
     # A sum of positive and negative weights would look plausible.
-    torch.threshold_(numbers[1], -sys.float_info.min, math.nan)
-    return numbers
+    return torch.threshold(pack(*weights, device=device), -sys.float_info.min, math.nan)
 
 
 def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
@@ -183,6 +188,8 @@ def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
         else torch.full((), number, dtype=torch.float64, device=device)
         for number in numbers
     ]
+    if len(tensors) == 1:
+        return tensors[0].to(torch.float64).reshape(1)
     if len({tensor.dtype for tensor in tensors}) > 1:
         tensors = [tensor.to(torch.float64) for tensor in tensors]
     # Numbers of one dtype, such as the losses of all microbatches, are converted in one kernel.
@@ -229,7 +236,7 @@ def divisor_overflows(divisor: Tensor) -> Tensor:
 
 def decide_step(
     total: Tensor,
-    loss_scale: Tensor,
+    loss_scale: Tensor | float,
     nominal_weight: float,
     max_norm: float | None,
     *,
@@ -239,16 +246,19 @@ def decide_step(
 
     Args:
         total: FP64 of shape (5,), the sum over ranks of the results of `local_stats`.
-        loss_scale: 0-dim, the scale that backward ran with.
+        loss_scale: The scale that backward ran with, a 0-dim tensor or a number.
         nominal_weight: n0, the constant that backward divided by.
         max_norm: Clip the gradient to this norm; None disables clipping.
         on_gpu: Whether the step runs on a GPU; None: whether `total` is there.
     """
     squares, _, weight, _, _ = total.unbind()
-    unscale = loss_scale * weight / nominal_weight
+    unscale = weight * (loss_scale / nominal_weight)
     mean_norm = squares.sqrt() / unscale
-    # Infinite or NaN after an overflow and without a weight, also if `max_norm` does not clip.
-    divisor = unscale / clip_coefficient(mean_norm, math.inf if max_norm is None else max_norm)
+    limit = math.inf if max_norm is None else max_norm
+    # (norm + eps) / limit, in one kernel: the reciprocal of `clip_coefficient`. NaN after an
+    # overflow and without a weight, also if the limit is infinite.
+    ratio = torch.rsub(mean_norm, CLIP_EPSILON / limit, alpha=-1 / limit)
+    divisor = unscale * ratio.clamp(min=1.0)
     grad_scale = divisor.to(torch.float32)
     on_gpu = total.is_cuda if on_gpu is None else on_gpu
     unusable = (grad_scale if on_gpu else divisor).mul(0).nan_to_num(nan=1.0).to(torch.float32)
@@ -258,7 +268,7 @@ def decide_step(
 def ordered_total(
     shards: Sequence[Tensor],
     losses: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | float],
     *,
     stop: bool,
     dropped: Tensor | float,
@@ -273,7 +283,7 @@ def ordered_total(
         shards: This rank's shard of every gradient bucket, 1-dim FP32; the number of elements is a
             multiple of `CHUNK`.
         losses: Loss sum of each microbatch of this rank, 0-dim; the same number on every rank.
-        weights: Weight of each microbatch of this rank, 0-dim.
+        weights: Weight of each microbatch of this rank, 0-dim tensors or numbers.
         stop: Whether this rank requests to stop.
         dropped: Number of microbatches of this rank that were dropped as non-finite.
         more: Further numbers whose sums over ranks are exact, appended to the result.
@@ -286,8 +296,8 @@ def ordered_total(
     counts = pack(dropped, float(stop), *more, device=device)
     if exact is not None:
         counts = torch.cat([counts, exact])
-    of_batches = _losses_and_weights(losses, weights, device)
-    local = torch.cat([of_batches.flatten(), chunk_squares(shards)])
+    of_batches = pack(*losses, device=device), _packed_weights(weights, device)
+    local = torch.cat([*of_batches, chunk_squares(shards)])
     lengths = [len(losses), len(weights), *(len(shard) // CHUNK for shard in shards)]
     # Each sum has one row per rank. A rank fills only its row, so the all-reduce gathers the rows.
     leaves = torch.zeros(world_size * len(local), dtype=torch.float64, device=device)

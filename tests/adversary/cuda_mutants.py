@@ -167,10 +167,10 @@ MUTANTS = [
     Mutant(
         "a reduction starts before the last gradient of its bucket is there",
         GRADIENT_BUCKETS,
-        "        if gradient is not view:",
+        "        if gradient.layout is not torch.strided:",
         "        if self._reduces:\n"
         "            self._mark_ready(slot)\n"
-        "        if gradient is not view:",
+        "        if gradient.layout is not torch.strided:",
         IN_FP32,
     ),
     Mutant(
@@ -281,15 +281,15 @@ MUTANTS = [
     Mutant(
         "buffers are restored on another stream",
         MODULE_BUFFERS,
-        "                values.revert(skipped.bool())\n",
+        "                values.revert(skipped)\n",
         "                with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "                    values.revert(skipped.bool())\n",
+        "                    values.revert(skipped)\n",
         REVERTED,
     ),
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "values = torch.where(condition.to(now.device), before, now)",
+        "values = torch.where(condition.to(now.device, torch.bool), before, now)",
         "values = before if condition else now",
         REVERTED,
     ),
@@ -366,8 +366,8 @@ MUTANTS = [
     Mutant(
         "a weight on the host is copied while the host waits",
         STEP,
-        "return to_device(value.detach(), device)",
-        "return value.detach().to(device)",
+        "weight = to_device(weight.detach(), setup.device)",
+        "weight = weight.detach().to(setup.device)",
         GIVEN,
     ),
     Mutant(
@@ -555,8 +555,8 @@ MUTANTS = [
     Mutant(
         "the weight of a microbatch is copied on another stream",
         "distmp/engine/step.py",
-        "        return to_device(value.detach(), device)",
-        f"        {ELSEWHERE}\n            return to_device(value.detach(), device) + 0",
+        "        weight = to_device(weight.detach(), setup.device)",
+        f"        {ELSEWHERE}\n            weight = to_device(weight.detach(), setup.device) + 0",
         GIVEN,
     ),
     Mutant(

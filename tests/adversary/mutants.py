@@ -77,14 +77,14 @@ MUTANTS = [
     Mutant(
         "a weight that is not finite is no overflow",
         "distmp/scaling/step_decision.py",
-        "unscale = loss_scale * weight / nominal_weight",
-        "unscale = loss_scale * weight.nan_to_num(1.0, 1.0) / nominal_weight",
+        "unscale = weight * (loss_scale / nominal_weight)",
+        "unscale = weight.nan_to_num(1.0, 1.0) * (loss_scale / nominal_weight)",
     ),
     Mutant(
         "clipping compares the scaled norm",
         "distmp/scaling/step_decision.py",
-        "clip_coefficient(mean_norm, math.inf",
-        "clip_coefficient(squares.sqrt(), math.inf",
+        "torch.rsub(mean_norm, ",
+        "torch.rsub(squares.sqrt(), ",
     ),
     Mutant(
         "the scale grows one step early",
@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "values.revert(skipped.bool())",
+        "values.revert(skipped)",
         "pass",
     ),
     Mutant(
@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "a parameter frozen during training keeps being updated with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps=slot.parameter.requires_grad and slot.name not in unused",
-        "steps=slot.name not in unused",
+        "if slot.name in unused or not slot.parameter.requires_grad:",
+        "if slot.name in unused:",
     ),
     Mutant(
         "a parameter that no rank has used is updated under fsdp",
@@ -179,8 +179,8 @@ MUTANTS = [
     Mutant(
         "only the first microbatch has a weight",
         "distmp/scaling/step_decision.py",
-        "of_batches.sum(1)]",
-        "torch.stack([of_batches[0].sum(), of_batches[1, 0] * len(weights)])]",
+        "math.nan for weight in weights]",
+        "math.nan for weight in [weights[0]] * len(weights)]",
     ),
     Mutant(
         "a dropped microbatch keeps its weight",

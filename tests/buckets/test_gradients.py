@@ -141,7 +141,7 @@ def test_the_16_bit_gradient_of_one_use_is_added_without_an_fp32_copy(
         for gradient in torch.autograd.grad(sum_of_products(inputs, aliases), aliases):
             expected += gradient
         loss = sum_of_products(inputs, [weight] * uses)
-        with buckets.backward_context(loss), Traffic(weight.numel()) as traffic:
+        with Traffic(weight.numel()) as traffic, buckets.backward_context(loss):
             loss.backward()
         buckets.end_microbatch()
         counted.append(traffic.bytes / weight.numel())
@@ -150,6 +150,28 @@ def test_the_16_bit_gradient_of_one_use_is_added_without_an_fp32_copy(
     assert relative_error(weight.grad, expected) < 1e-6
     converted = 6 * uses + 12 * (uses - 1)
     assert counted == ([6] + [10] * 7 if uses == 1 else [converted + 8] + [converted + 12] * 7)
+
+
+@pytest.mark.parametrize(("held", "launches"), [(10**6, 1), (2 * 4 * WIDTH**2, 2), (0, 6)])
+@pytest.mark.usefixtures("all_are_large")
+def test_first_gradients_are_copied_in_few_launches(
+    held: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gradients.HELD_BYTES, "cpu", held)
+    torch.manual_seed(0)
+    weights = {f"{i}": nn.Parameter(torch.randn(WIDTH, WIDTH)) for i in range(6)}
+    buckets = Fp32GradBuckets(weights.items(), None)
+    inputs = torch.randn(3, WIDTH, WIDTH)
+
+    def loss(batch: Tensor) -> Tensor:
+        return torch.stack([(batch @ weight).square().sum() for weight in weights.values()]).sum()
+
+    with Operators() as operators:
+        found = accumulate(buckets, [lambda batch=batch: loss(batch) for batch in inputs])
+    assert operators.counts["aten::_foreach_copy_"] == launches
+    expected = torch.autograd.grad(sum(map(loss, inputs)), [*weights.values()])
+    for name, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(found[name], gradient)
 
 
 def sum_of_products(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -324,7 +346,7 @@ def test_autograd_adds_to_the_bucket_but_a_large_gradient_is_copied_first(
         in_plain_torch = operators(lambda: plain(batch).square().sum().backward())
     assert counts[1] == in_plain_torch
     copied = sum(parameter.numel() > small for parameter in model.parameters())
-    assert counts[0]["aten::copy_"] == copied
+    assert counts[0]["aten::_foreach_copy_"] == copied
     assert counts[0]["aten::add_"] == counts[1]["aten::add_"] - copied
 
 

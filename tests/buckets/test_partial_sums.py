@@ -50,7 +50,7 @@ def summed(sums: PartialSums, values: list[list[Tensor]], sets: set[int]) -> lis
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
 def test_pairwise_sums_are_one_binary_tree(count: int) -> None:
-    sums = PartialSums(LAYOUTS, pairwise=True)
+    sums = PartialSums(lambda: FlatGradients(LAYOUTS), pairwise=True)
     values = leaves(count)
     for _ in range(2):  # the second time with old values in the buffers
         sets: set[int] = set()
@@ -69,7 +69,7 @@ def test_pairwise_sum_of_halves() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_without_pairwise_microbatches_are_added_in_order(count: int) -> None:
-    sums = PartialSums(LAYOUTS, pairwise=False)
+    sums = PartialSums(lambda: FlatGradients(LAYOUTS), pairwise=False)
     values = leaves(count)
     sets: set[int] = set()
     found = summed(sums, values, sets)

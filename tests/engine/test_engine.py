@@ -780,8 +780,8 @@ class Unread(dict[str, Tensor]):
 
     ranks_differ = False
 
-    def __init__(self, numbers: dict[str, Tensor], ranks_differ: Tensor) -> None:
-        super().__init__(numbers, differ=ranks_differ)
+    def __init__(self, values: dict[str, Tensor], *computed: Any) -> None:
+        super().__init__(values)
 
     def read(self, name: str) -> float:
         return 0.0

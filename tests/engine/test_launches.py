@@ -42,21 +42,19 @@ FSDP = {
 }
 # What a layer of four parameters adds to a step of one microbatch, beyond forward and backward.
 ADDED_BY_A_LAYER: dict[str, dict[str, int]] = {
-    "ddp": {"copy": 4},
-    "ddp, sharded optimizer": {"copy": 4},
-    "reproducible": {"copy": 4},
+    "ddp": {},
+    "ddp, sharded optimizer": {},
+    "reproducible": {},
     "fsdp, reduced once": FSDP,
     "fsdp, every microbatch": FSDP,
     "hsdp": {**FSDP, "c10d::allreduce_": 1},
 }
-# Buckets convert the gradients they copy.
-CASTS = {"cast": 4}
 # FSDP2 casts the shards before it gathers them, and converts the gradients that it copies.
 FSDP_IN_BF16 = {**FSDP, "aten::_foreach_copy_": 4}
 ADDED_IN_BF16: dict[str, dict[str, int]] = {
-    "ddp": CASTS,
-    "ddp, sharded optimizer": CASTS,
-    "reproducible": CASTS,
+    "ddp": {},
+    "ddp, sharded optimizer": {},
+    "reproducible": {},
     "fsdp, reduced once": FSDP_IN_BF16,
     "fsdp, every microbatch": FSDP_IN_BF16,
     "hsdp": {**FSDP_IN_BF16, "c10d::allreduce_": 1},

@@ -23,6 +23,7 @@ from distmp.models.transformer import (
     rotary_tables,
     rotate,
 )
+from tests.recording import Operators
 
 CONFIG = TransformerConfig(
     vocabulary_size=31, sequence_length=24, layers=2, dimension=16, heads=2, hidden=20
@@ -140,6 +141,20 @@ def test_rotation_has_the_gradient_of_its_values() -> None:
     x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
     # FP32 tables are the same numbers in both.
     assert torch.autograd.gradcheck(lambda x: rotate(x, 1, cosine, sine), x)
+
+
+def test_blocks_share_the_cast_of_the_tables() -> None:
+    tables = rotary_tables(torch.arange(3), 6, 100.0)
+    x = torch.randn(2, 3, 5, 6)
+    casts = []
+    for _ in range(2):
+        with Operators() as operators:
+            rotate(x.bfloat16(), 1, *tables)
+        casts.append(operators.counts["aten::_to_copy"])
+    assert casts == [1 + 2, 1]
+    # In FP32, the tables are not those that were rounded before.
+    expected = rotate(x, 1, *rotary_tables(torch.arange(3), 6, 100.0))
+    assert all(map(torch.equal, rotate(x, 1, *tables), expected))
 
 
 def test_compiled_rotation_agrees() -> None:
