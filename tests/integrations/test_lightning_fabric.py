@@ -365,9 +365,10 @@ def test_deepspeed_is_refused() -> None:
 
 
 def test_scale_rules_without_loss_scale_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    assert MixedPrecision("fp32", "cpu", loss_scale=RULES).scaler is None
+    options: dict[str, Any] = {"loss_scale": RULES, "package": "lightning_fabric"}
+    assert MixedPrecision("fp32", "cpu", **options).scaler is None
     assert "init" in caplog.text
-    assert MixedPrecision("fp16-autocast", "cpu", loss_scale=RULES).scaler is not None
+    assert MixedPrecision("fp16-autocast", "cpu", **options).scaler is not None
 
 
 def test_lightning_names_and_auto_become_policies() -> None:
