@@ -126,6 +126,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 arguments.get("fsdp_plugin"),
                 reduces_every_microbatch=_reduces_every_microbatch(arguments),
             )
+        else:
+            check_replicated(self.policy)
         _check_first(arguments["mixed_precision"], self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)

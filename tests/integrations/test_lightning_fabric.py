@@ -364,10 +364,16 @@ def test_deepspeed_is_refused() -> None:
         check_parallel(engine, PRESETS["fp32"])
 
 
-def test_scale_rules_without_loss_scale_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    assert MixedPrecision("fp32", "cpu", loss_scale=RULES).scaler is None
-    assert "init" in caplog.text
-    assert MixedPrecision("fp16-autocast", "cpu", loss_scale=RULES).scaler is not None
+@ranks(1)
+def test_scale_rules_without_loss_scale_are_reported() -> None:
+    importlib.import_module("lightning_fabric")
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warned:
+        assert MixedPrecision("fp32", "cpu", loss_scale=RULES).scaler is None
+        assert "init" in str(warned.call_args)
+        scaler = MixedPrecision("fp16-autocast", "cpu", loss_scale=RULES).scaler
+    assert warned.call_count == 1
+    assert scaler is not None
+    assert scaler.get_scale() == RULES.init
 
 
 def test_lightning_names_and_auto_become_policies() -> None:
