@@ -244,10 +244,7 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
-        self._starting_at_zero: list[Tensor] = []
-        for buffer, slots in zip(self._leaf.buffers, self._by_bucket, strict=True):
-            small = [self._leaf.views[slot.index] for slot in slots if slot.starts_at_zero]
-            self._starting_at_zero += [buffer] if len(small) == len(slots) else small
+        self._starting_at_zero = list(self._zeroed_before_steps())
         # Gradients that are not copied yet, with their views of the bucket, and their bytes there.
         self._held: list[tuple[Tensor, Tensor]] = []
         self._held_bytes = 0
@@ -256,7 +253,6 @@ class Fp32GradBuckets:
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
         self.used = UsedParameters([slot.name for slot in self._slots], group, device)
-        # The views that are `.grad` in this backward.
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
         # The first `_launched` buckets of `_order` are being reduced.
@@ -504,6 +500,11 @@ class Fp32GradBuckets:
                 hook = _hook(weakref.ref(self), weakref.ref(slot))
                 slot.hook_id = parameter.register_post_accumulate_grad_hook(hook).id
                 yield slot
+
+    def _zeroed_before_steps(self) -> Iterator[Tensor]:
+        for buffer, slots in zip(self._leaf.buffers, self._by_bucket, strict=True):
+            small = [self._leaf.views[slot.index] for slot in slots if slot.starts_at_zero]
+            yield from [buffer] if len(small) == len(slots) else small
 
     def _refuse_replaced(self) -> None:
         """Refuse a `.grad` that other code has set; between backward passes it is None."""
