@@ -14,6 +14,7 @@ checkpoint or none. Suffixes mark other directories:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -107,7 +108,8 @@ class LocalStorage:
         for path in self._directory.glob("step-*"):
             replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
             if path.suffix in (".writing", ".removing") or replaced:
-                _delete(path)
+                with contextlib.suppress(OSError):  # NFS keeps files that are open
+                    _delete(path)
         writing = final_path(self._directory, step).with_suffix(".writing")
         writing.mkdir()
         return writing

@@ -103,11 +103,15 @@ class OrderlyStop:
             self._end_torchrun()
         if self._interrupts == _MAX_INTERRUPTS:
             self._kill_ranks(number, frame)
+        # The exit of the first rank must not wait for those that have no signal yet.
+        self._in_handler, was_in_handler = True, self._in_handler
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
                 # A stopped process does not handle the signal before it continues.
                 os.killpg(rank, signal.SIGCONT)
+        self._in_handler = was_in_handler
+        self._on_child_exit(number, frame)
 
     def _on_timeout(self, number: int, frame: FrameType | None) -> None:
         if self._shutdown_timeout is not None or any(map(_is_stopped, running_ranks())):

@@ -69,7 +69,7 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     """Build a run, load its checkpoint, and print a summary. Collective over all ranks.
 
     Raises:
-        SetupError: On every rank, if some rank cannot run this configuration.
+        DistmpError: On every rank, if some rank cannot run this configuration.
     """
     choice = None
     if world.rank == 0:

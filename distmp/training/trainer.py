@@ -68,7 +68,7 @@ class Trainer(TrainingLoop):
         For the others see `distmp.training.callbacks.TrainingLoop`.
 
     Raises:
-        SetupError: On every rank, if some rank cannot run this configuration.
+        DistmpError: On every rank, if some rank cannot run this configuration.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Trainer(TrainingLoop):
 
     def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
-        message = self.world.ranks.all_or_none(lambda: self.states.restore(checkpoint))
+        message = self.states.restore(checkpoint)
         if message is not None:
             self.console.message(message)
 

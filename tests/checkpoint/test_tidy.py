@@ -73,6 +73,18 @@ def test_leftovers_of_crash_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_leftovers_in_use_do_not_stop_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    (tmp_path / "step-000001.removing").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    save(tmp_path, 2)
+    assert listing.latest(tmp_path) == tmp_path / "step-000002"
+
+
 def test_discard_removes_unfinished_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
     write(tmp_path, 2)

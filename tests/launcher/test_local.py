@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
-from distmp.launcher import local
+from distmp.launcher import local, orderly_stop
 from distmp.launcher.local import default_ranks, launch, plan_here
+from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.utils import processes
 from tests.marks import nightly
 from tests.progress import finished, kill_all, wait_until
@@ -253,6 +256,28 @@ def test_suspended_rank_is_continued_then_killed(
     assert code == expected, output
     assert message in last_line(output)
     assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_rank_that_ends_first_does_not_delay_signals_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, signalled = OrderlyStop(Namespace()), []
+
+    def kill(rank: int, number: int) -> None:
+        signalled.append(rank)
+        stop._on_child_exit(signal.SIGCHLD, None)  # it has ended
+
+    monkeypatch.setattr(orderly_stop, "_EXIT_SECONDS", 0.2)
+    monkeypatch.setattr(orderly_stop, "running_ranks", lambda: [1, 2])
+    monkeypatch.setattr(
+        orderly_stop, "_exit_codes", lambda: {n: 75 if n in signalled else None for n in (1, 2)}
+    )
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    monkeypatch.setattr(signal, "setitimer", lambda *_: None)
+    with pytest.raises(SignalException):
+        stop._forward(signal.SIGTERM, None)
+    assert signalled == [1, 2]
 
 
 @pytest.mark.nightly

@@ -49,7 +49,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     Writes no files and keeps no state of the training.
 
     Raises:
-        SetupError: On every rank, if a rank cannot use the configuration.
+        DistmpError: On every rank, if a rank cannot use the configuration.
     """
     parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
     config, _ = choose_strategy(config, parts, world)
