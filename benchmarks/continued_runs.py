@@ -115,7 +115,6 @@ def _final_loss(
             "optim.lr": training.lr,
             "validation.every": 0,
             "validation.final_samples": 128,
-            "sample.length": 0,
             "checkpoint.every": shared if name == REFERENCE else 0,
             "checkpoint.keep": SHARED + 1,  # all of the reference
         }

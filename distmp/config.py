@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.engine.settings import (
     DivergenceConfig,
     EmaConfig,
@@ -91,7 +90,6 @@ _ADVICE = {
     "ema": "set ema.decay; 0 disables it",
     "early_stopping": "set early_stopping.patience; 0 disables it",
     "rank_consistency": "set rank_consistency.every; 0 disables it",
-    "sample": "set sample.length; 0 disables it",
     "validation": "set validation.every and validation.samples; data.held_out = 0 disables it",
 }
 
@@ -311,29 +309,6 @@ class EarlyStoppingConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
-    """Texts that the model generates, if its data are text, or tokens with a tokenizer."""
-
-    prompt: str = "def "
-    """Beginning of the text."""
-
-    length: int = 300
-    """Tokens to generate; 0: no sample."""
-
-    every: int = 0
-    """Steps between two samples; 0: only at the end."""
-
-    tokenizer: str | None = None
-    """Directory with the tokenizer.json that `data.path` was tokenized with; null: no samples of
-    such data, unless its tokenizer is `bytes`."""
-
-    def __post_init__(self) -> None:
-        require(self.every >= 0, "sample.every", self.every, "use 0 or more steps")
-        require(bool(self.prompt), "sample.prompt", self.prompt, "use at least one character")
-        require(self.length >= 0, "sample.length", self.length, "use 0 or more tokens")
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """All settings of a training run."""
 
@@ -436,7 +411,6 @@ class RunConfig:
     early_stopping: EarlyStoppingConfig = field(
         default_factory=EarlyStoppingConfig, metadata=HARMLESS
     )
-    sample: SampleConfig = field(default_factory=SampleConfig, metadata=HARMLESS)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=HARMLESS)
     log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
@@ -533,7 +507,7 @@ class RunConfig:
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
-        """Look up what settings name: files of token ids, functions, the policy, and others.
+        """Look up what settings name: functions, the policy, and others.
 
         It imports torch.
 
@@ -552,7 +526,6 @@ class RunConfig:
                 section.function()
         policy = self.precision.check_names()
         self._check_blocks(policy)
-        self._check_sample()
         find_metrics(self.validation.metrics)
         for callback in parse_callbacks(self.callbacks):
             find_callback(callback)
@@ -577,39 +550,6 @@ class RunConfig:
             f"names blocks, and strategy {self.strategy!r} has none without compile = 'blocks' or "
             "activation_checkpointing = 'blocks'; remove it, or set one of them",
         )
-
-    def _check_sample(self) -> None:
-        tokenizer, every = self.sample.tokenizer, self.sample.every
-        require(
-            tokenizer is None or self.data.source != "text",
-            "sample.tokenizer",
-            tokenizer,
-            "is not used by data.source = 'text', whose tokens are bytes; set it to null, or "
-            "tokenize the data with `distmp data tokenize`",
-        )
-        require(
-            every == 0 or self.text_tokenizer() is not None,
-            "sample.every",
-            every,
-            "no text can be generated; set it to 0, or use sample.length above 0, the loss "
-            "next_token, and text, or tokens with sample.tokenizer",
-        )
-
-    def text_tokenizer(self) -> str | None:
-        """Return the tokenizer of generated texts: "bytes", or a directory; None without texts.
-
-        Raises:
-            ConfigError: If it depends on the description of tokens, and that cannot be read.
-        """
-        # The loss `next_token` requires that the model turns token ids into logits.
-        if self.sample.length == 0 or self.model.loss != "next_token":
-            return None
-        if self.data.source == "text":
-            return BYTES
-        if self.sample.tokenizer is None and self.data.source == "tokens":
-            described = TokenMetadata.read(Path(self.data.path or "").expanduser())
-            return BYTES if described.tokenizer == BYTES else None
-        return self.sample.tokenizer
 
     def _check_metrics(self) -> None:
         parse_callbacks(self.callbacks)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
     Example:
         >>> from distmp.train import main
         >>> options = "--run-dir runs/one-step --steps 1 --strategy single --log.console off"
-        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --data.path distmp --data.sequence-length 16"
         >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
         >>> options += " --validation.final-samples 2"
         >>> main(options.split())

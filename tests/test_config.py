@@ -68,17 +68,6 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
             ["--shard-optimizer", "--strategy", "single"],
             "shard_optimizer = True: has no effect under strategy single",
         ),
-        (["--sample.length", "-1"], "sample.length"),
-        (["--sample.prompt", ""], "sample.prompt"),
-        (["--sample.tokenizer", "t"], "sample.tokenizer = 't': is not used by data.source = 't"),
-        *(
-            (["--sample.every", "5", *options], "sample.every = 5: no text can be generated")
-            for options in (
-                ["--sample.length", "0"],
-                ["--model.loss", "json:loads"],
-                ["--data.source", "json:loads"],
-            )
-        ),
         (
             ["--sharding.wrap", "Block", "--strategy", "ddp"],
             "sharding.wrap = ['Block']: names blocks, and strategy 'ddp' has none without compile",
@@ -90,7 +79,7 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
             for path in ("/", ".", "a/..")
         ),
         (["--run-dir", "a\0b"], "run_dir = 'a\\x00b': contains a NUL character"),
-        (["--sample.prompt", "a\udc80"], "sample.prompt = 'a\\udc80': is not valid Unicode"),
+        (["--data.pattern", "a\udc80"], "data.pattern = 'a\\udc80': is not valid Unicode"),
         (["--seed", str(2**64)], "seed"),
         (["--log.every", str(2**64)], "log.every = 18446744073709551616: is too large"),
         (["--steps", "1" + 400 * "0"], "use 1 to 1,000,000,000,000 steps"),

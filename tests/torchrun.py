@@ -17,7 +17,6 @@ TINY = [
     "--batch.microbatch-size=2",
     "--precision.policy=fp32",
     "--validation.final-samples=8",
-    "--sample.length=8",
 ]
 """Arguments of a run that takes seconds; `--data.path` has to be added."""
 

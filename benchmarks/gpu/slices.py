@@ -22,7 +22,6 @@ _TRACED = (
     "--schedule.warmup-steps=5",
     "--profile.steps=20:22",
     "--validation.final-samples=8",
-    "--sample.length=0",
 )
 
 

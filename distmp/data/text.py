@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
 from distmp.data.tokens import Windows
@@ -27,21 +25,6 @@ _TOKENIZE = (
     "run `distmp data tokenize`, and set data.source to tokens and {} to the directory that it "
     "writes"
 )
-
-
-def encode(text: str) -> Tensor:
-    """Return the UTF-8 bytes of a text as token ids, int64 [bytes]."""
-    return torch.tensor(list(text.encode()), dtype=torch.int64)
-
-
-def decode(ids: Iterable[int] | Tensor) -> str:
-    """Return the text of token ids. Ids that are not bytes are skipped, invalid UTF-8 is replaced.
-
-    Args:
-        ids: Token ids, an iterable or a tensor int64 [tokens].
-    """
-    values = ids.tolist() if isinstance(ids, Tensor) else ids
-    return bytes(value for value in values if 0 <= value < 256).decode(errors="replace")
 
 
 @dataclass(frozen=True)

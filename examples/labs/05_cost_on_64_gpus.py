@@ -100,7 +100,7 @@ def distmp(*arguments: str) -> None:
 OPTIONS = [
     *("--config", "preset:quickstart", "--run-dir", "runs/lab", "--steps", "10"),
     *("--strategy", "single", "--precision.policy", "fp32", "--data.sequence-length", "64"),
-    *("--validation.final-samples", "8", "--sample.length", "0"),
+    *("--validation.final-samples", "8"),
 ]
 distmp("train", *OPTIONS)
 distmp("report", "runs/lab")

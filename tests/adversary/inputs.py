@@ -57,13 +57,12 @@ TINY: dict[str, Any] = {
     "precision": {"policy": "fp32"},
     "schedule": {"warmup_steps": 0},
     "validation": {"final_samples": 2},
-    "sample": {"length": 0},
 }
 # What makes a run small, whatever its configuration says.
 SMALL = [
     "--steps=1", "--model.options={layers: 1, dimension: 16, hidden: 16, heads: 2}",
     "--data.path=corpus", "--data.sequence-length=16", "--batch.global-batch-size=4",
-    "--batch.microbatch-size=2", "--validation.final-samples=2", "--sample.length=0",
+    "--batch.microbatch-size=2", "--validation.final-samples=2",
     "--schedule.warmup-steps=0",
 ]  # fmt: skip
 # A run of so many steps is disturbed at its checkpoints of the steps before the last one.
@@ -185,7 +184,7 @@ def odd_file(chance: random.Random) -> tuple[str, list[str]]:
         "deep options": lambda path: path.write_text(
             f"optim: {{options: {'{a: ' * (depth := chance.choice([40, 200, 700]))}1{'}' * depth}}}"
         ),
-        "long line": lambda path: path.write_text("sample: {prompt: " + "a" * 200_000),
+        "long line": lambda path: path.write_text("data: {pattern: " + "a" * 200_000),
         "many keys": lambda path: path.write_text("".join(f"k{n}: 1\n" for n in range(15_000))),
     }
     kind = chance.choice(list(kinds))

@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.data.text import TextDirectory, decode, encode, list_text_files
+from distmp.data.text import TextDirectory, list_text_files
 from distmp.data.token_metadata import END_OF_FILE
 from distmp.errors import ConfigError, DataError
 
@@ -196,16 +195,3 @@ def test_dataset_keeps_no_open_files_and_pickles_small(tmp_path: Path) -> None:
     copy = pickle.dumps(data)
     assert len(copy) < 2000
     assert torch.equal(pickle.loads(copy)[7]["inputs"], data[7]["inputs"])
-
-
-@given(st.text())
-def test_encoded_text_round_trips(text: str) -> None:
-    text = text.encode(errors="replace").decode()
-    ids = encode(text)
-    assert ids.dtype == torch.int64
-    assert ids.tolist() == list(text.encode())
-    assert decode(ids) == decode(ids.tolist()) == text
-
-
-def test_decoding_omits_non_bytes_and_replaces_invalid_text() -> None:
-    assert decode(np.array([72, 105, END_OF_FILE, 0xFF])) == "Hi\ufffd"

@@ -21,7 +21,7 @@ from tests.torchrun import SENTENCES
 PAGE = (ROOT / "docs" / "own-data.md").read_text()
 TINY = [
     *("--batch.global-batch-size=4", "--batch.microbatch-size=2", "--strategy=single"),
-    *("--validation.final-samples=3", "--sample.length=0", "--steps=2"),
+    *("--validation.final-samples=3", "--steps=2"),
     *("--data.sequence-length=16", "--precision.policy=fp32"),
 ]
 TRANSFORMER = ["--model.options={layers: 1, dimension: 16, heads: 2, hidden: 16}"]

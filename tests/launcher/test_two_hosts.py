@@ -63,7 +63,7 @@ def test_quickstart_runs_with_late_first_host(hosts: TwoHosts, tmp_path: Path) -
         *rendezvous_at("one:29400"),
         *("--", "--config", str(QUICKSTART), "--data.path", str(corpus(tmp_path / "data"))),
         *("--run-dir", str(tmp_path / "run"), "--steps=2", "--schedule.warmup-steps=1"),
-        *("--validation.final-samples=2", "--sample.length=4"),
+        "--validation.final-samples=2",
     ]
     second = hosts.launch(1, *words)
     second.wait_for("waiting for the first machine (one, 10.99.7.1) to open port 29400")

@@ -90,7 +90,7 @@ def settings(path: Path, model: str, strategy: str, policy: str) -> list[str]:
         f"--optim.lr={RATE}",
         *("--optim.weight-decay=0", "--optim.max-norm=null", "--schedule.name=constant"),
         *("--data.sequence-length=16", "--batch.global-batch-size=4", "--batch.microbatch-size=1"),
-        *("--validation.final-samples=1", "--sample.length=0"),
+        "--validation.final-samples=1",
     ]
 
 

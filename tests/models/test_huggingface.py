@@ -158,7 +158,7 @@ def distance(
 
 
 @pytest.mark.nightly
-def test_run_starts_from_weights_of_another(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_starts_from_weights_of_another(cwd: Path) -> None:
     data = corpus(cwd / "corpus")
     arguments = [
         f"--data.path={data}",
@@ -167,14 +167,12 @@ def test_run_starts_from_weights_of_another(cwd: Path, capsys: pytest.CaptureFix
         "--batch.microbatch-size=2",
         "--precision.policy=bf16",
         "--validation.final-samples=8",
-        "--sample.length=4",
         "--schedule.name=constant",
         "--optim.lr=1e-2",
     ]
     source = directory(cwd / "tiny", LLAMA)
     first = ["--model.name=hf:tiny", "--steps=15", "--run-dir=first", *arguments]
     assert main(first) == 0
-    assert "sample of generated text" in capsys.readouterr().out
     config = from_mapping(RunConfig, read_yaml(cwd / "first" / "config.yaml"))
     assert config.model.name == "hf:tiny"
     records = read_records(cwd / "first" / "steps.jsonl")

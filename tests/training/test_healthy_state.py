@@ -170,12 +170,9 @@ def test_damaged_weights_do_not_replace_healthy_checkpoints(
     assert marks()[25] is None
 
 
-def test_export_of_nan_weights_warns(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_export_of_nan_weights_warns(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
     assert train(f"--callbacks={__name__}:LeavesNaN", "--steps=8") == 0
-    assert "no sample of generated text: the output of the model is NaN" in capsys.readouterr().out
     marked = Path("run/checkpoints/step-000008")
     caplog.clear()
     export(marked, "marked")

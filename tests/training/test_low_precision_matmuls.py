@@ -35,7 +35,6 @@ def trained(tmp_path: Path, *arguments: str) -> str:
             f"--run-dir={tmp_path / 'run'}",
             "--log.console=plain",
             "--log.every=3",
-            "--sample.length=0",
             *arguments,
         ]
     )

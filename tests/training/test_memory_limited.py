@@ -44,7 +44,6 @@ COMMON = [
     # Activations are small.
     "--data.sequence-length=2",
     "--validation.final-samples=5",
-    "--sample.length=0",
     # A copy of the state that is written while training continues would be one more shard.
     "--checkpoint.asynchronous=False",
     "--callbacks=tests.training.test_memory_limited:Peaks",

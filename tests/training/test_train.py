@@ -136,7 +136,6 @@ def test_run_writes_expected_files_in_its_directory(
     assert listing.latest(directory / "checkpoints") == directory / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in output
-    assert "sample of generated text:\ndef " in output
     # A second run of the same name gets its own directory.
     assert main(arguments) == 0
     assert (cwd / "runs" / "here-2" / "steps.jsonl").exists()
@@ -230,8 +229,8 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "resuming from nothing": (lambda tmp: tiny(tmp, f"--resume={tmp / 'nowhere'}"), "resume = "),
     "null for a number": (
-        lambda tmp: ["--config", _file(tmp / "c.yaml", "sample:\n  every: null\n")],
-        "sample.every = None: must be an integer; leave it out for its default",
+        lambda tmp: ["--config", _file(tmp / "c.yaml", "validation:\n  every: null\n")],
+        "validation.every = None: must be an integer; leave it out for its default",
     ),
     "no optimizer": (
         lambda tmp: tiny(tmp, f"--optim.name={_module(tmp)}:no_optimizer"),

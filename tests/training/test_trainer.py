@@ -212,7 +212,7 @@ def all_ignored(split: str, sequence_length: int) -> AllIgnored:
 def test_run_without_targets_is_reported(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = [f"--data.source={__name__}:all_ignored", "--sample.length=0"]
+    data = [f"--data.source={__name__}:all_ignored"]
     assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]
     assert [line.split(":")[0] for line in lines] == ["step 1 skipped", "step 2 skipped"]

@@ -195,7 +195,7 @@ class Callback:
         ...         self.losses = {step: loss for step, loss in self.losses.items() if step in kept}
         >>> from distmp.train import main
         >>> options = "--run-dir runs/losses --steps 2 --strategy single --log.console off"
-        >>> options += " --data.path distmp --data.sequence-length 16 --sample.length 0"
+        >>> options += " --data.path distmp --data.sequence-length 16"
         >>> options += " --batch.global-batch-size 2 --batch.microbatch-size 2"
         >>> options += " --validation.final-samples 2"
         >>> losses = Losses()

@@ -12,7 +12,6 @@ from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.profiling import Profiling
-from distmp.training.callbacks.sample import TextSample
 from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
 from distmp.training.callbacks.stragglers import StragglerDetection
@@ -27,7 +26,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     anything else happens at the end; `StepLogger` needs what `StragglerDetection` adds to a result,
     and writes a record before a callback of the user can fail; a step is compared, validated and
     passed to the user's callbacks before it is saved, so that a checkpoint contains their changes;
-    the average is updated before it is validated; the others run after the last save.
+    the average is updated before it is validated.
     """
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None
@@ -44,7 +43,6 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         *([EarlyStopping(config, checkpointing)] if config.early_stopping.patience else []),
         *users,
         checkpointing,
-        TextSample(run),
     ]
 
 

@@ -19,7 +19,7 @@ from tests.torchrun import tiny
 def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
     arguments = [
-        *tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", "--steps=3", "--sample.length=0"),
+        *tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", "--steps=3"),
         "--model.options={layers: 2, dimension: 512, heads: 2, hidden: 2048}",
         "--profile.steps=2:3",
         "--batch.global-batch-size=4",
