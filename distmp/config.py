@@ -491,11 +491,12 @@ class RunConfig:
             "has no effect under strategy single, which has one rank; remove it, or use ddp",
         )
         self.parallel(microbatches=None)
-        accumulation = AccumulationSettings(
-            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
-        )
         if self.strategy in SHARDED_STRATEGIES:
-            accumulation.refuse_for(self.strategy)
+            AccumulationSettings(
+                shard_optimizer=self.shard_optimizer,
+                reproducible=self.reproducible,
+                on_nonfinite=self.precision.on_nonfinite,
+            ).refuse_for(self.strategy)
 
     def _check_steps(self) -> None:
         require(

@@ -15,7 +15,7 @@ from distmp.utils.annotations import check_types
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(AccumulationSettings):
     """The settings of an engine, the same on every rank.
 
     Raises:
@@ -49,19 +49,6 @@ class EngineConfig:
     """Keep the microbatches of the last two steps, so that `Engine.explain` can replay a step that
     overflowed."""
 
-    shard_optimizer: bool = False
-    """Shard FP32 weights and optimizer state over the ranks (`single` and `ddp`); each rank updates
-    its shard."""
-
-    reproducible: bool = False
-    """Compute the same bits on 1, 2, 4, 8 ... ranks from the same global batch (`single` and
-    `ddp`). A step keeps the buffers that the first microbatch of the global batch wrote. Sets one
-    CPU thread and `torch.use_deterministic_algorithms` for the process."""
-
-    on_nonfinite: str = "skip_step"
-    """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" drops the microbatch
-    and averages over the others (`single` and `ddp`)."""
-
     divergence: DivergenceConfig | None = None
     """Check loss and norm for spikes and the loss for non-finite values, and skip such steps as
     configured. Other reactions are up to the caller: the numbers of a step contain `spike`, `loss`
@@ -82,6 +69,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy
+        super().__post_init__()
         check_max_norm(self.max_norm)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
@@ -92,11 +80,6 @@ class EngineConfig:
                 "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
             )
         check_order(self.precision_phases)
-
-    @property
-    def accumulation(self) -> AccumulationSettings:
-        """The settings of gradient accumulation (`single` and `ddp`)."""
-        return AccumulationSettings(self.shard_optimizer, self.reproducible, self.on_nonfinite)
 
     def describe(self) -> dict[str, str]:
         """Return the settings as text by dotted name, for a comparison between ranks."""

@@ -242,5 +242,5 @@ def _distribute(
             described |= describe_initial_values(model)
         check_same(world.group, world.device, described)
         return build_strategy(
-            config.strategy, model, policy, world, config.accumulation, config.parallel, values
+            config.strategy, model, policy, world, config, config.parallel, values
         )

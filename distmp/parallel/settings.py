@@ -107,27 +107,24 @@ class ParallelConfig:
         _check_choice("compile", self.compile, Compilation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AccumulationSettings:
-    """How the strategies single and ddp accumulate, reduce and apply gradients.
-
-    Attributes:
-        shard_optimizer: Whether every rank keeps and updates only its shard of the FP32 weights and
-            the optimizer state.
-        reproducible: Whether results are bitwise equal for every power-of-two number of ranks.
-        on_nonfinite: "skip_step", or "drop_microbatch" to drop only microbatches with non-finite
-            gradients.
-
-    Raises:
-        ConfigError: If a value is not one of these.
-    """
+    """How the strategies single and ddp accumulate, reduce and apply gradients."""
 
     shard_optimizer: bool = False
+    """Shard FP32 weights and optimizer state over the ranks (`single` and `ddp`); each rank updates
+    its shard."""
+
     reproducible: bool = False
+    """Compute the same bits on 1, 2, 4, 8 ... ranks from the same global batch (`single` and
+    `ddp`). A step keeps the buffers that the first microbatch of the global batch wrote. Sets one
+    CPU thread and `torch.use_deterministic_algorithms` for the process."""
+
     on_nonfinite: str = "skip_step"
+    """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" drops the microbatch
+    and averages over the others (`single` and `ddp`)."""
 
     def __post_init__(self) -> None:
-        check_types(self, skip={"on_nonfinite"})
         _check_choice("precision.on_nonfinite", self.on_nonfinite, OnNonfinite)
 
     def refuse_for(self, strategy: str) -> None:
@@ -141,14 +138,14 @@ class AccumulationSettings:
             "reproducible": "does not control the order of additions in torch",
             "on_nonfinite": "reduces gradients before they can be checked",
         }
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value != setting.default:
-                section = "precision." if setting.name == "on_nonfinite" else ""
+        for name, problem in problems.items():
+            value = getattr(self, name)
+            if value != getattr(AccumulationSettings, name):
+                section = "precision." if name == "on_nonfinite" else ""
                 raise ConfigError(
-                    f"{section}{setting.name}",
+                    f"{section}{name}",
                     value,
-                    f"needs strategy single or ddp; {strategy} {problems[setting.name]}",
+                    f"needs strategy single or ddp; {strategy} {problem}",
                 )
 
 

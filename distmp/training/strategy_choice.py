@@ -66,9 +66,9 @@ def _check(
     option: str, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
-    accumulation = replace(config, strategy=option).engine(parts.microbatches).accumulation
+    settings = replace(config, strategy=option).engine(parts.microbatches)
     if option == "ddp":
-        check_buckets(policy, accumulation)
+        check_buckets(policy, settings)
         return
     of_a_machine = option == "hsdp" and config.sharding.shard_size is None
     if of_a_machine and shard_size(config.sharding, world) in (1, world.world_size):
