@@ -11,7 +11,7 @@ distinguishes them: the slowest rank waits least.
 # without delaying it. So the code that runs a side stream records no waits there (`on_side_stream`)
 # and records how long the computing stream waits for it (`measured`).
 # FSDP runs its side streams itself: there, waits are recorded although they overlap, and
-# `distmp.telemetry.stragglers` counts only their excess over the rank that waits least.
+# `distmp.training.callbacks.stragglers` counts only their excess over the rank that waits least.
 
 from __future__ import annotations
 

@@ -18,42 +18,6 @@ logger = logging.getLogger("distmp")
 NORMAL_SKIPS = 2
 
 
-class CallCheck:
-    """Warns once about low-precision layers that no rank called in the first step.
-
-    Args:
-        layers: The layers with low-precision matmuls; None: there are none.
-    """
-
-    def __init__(self, layers: LowPrecisionLayers | None) -> None:
-        self._layers = layers
-
-    def warning(self, statistics: MatmulStatistics | None) -> str | None:
-        """Return the warning about a completed step; None without one, or after the first check.
-
-        Args:
-            statistics: Statistics of the step, over all ranks.
-        """
-        if self._layers is None or statistics is None:
-            return None
-        elements = statistics.read()[..., -1].sum(1).tolist()
-        if not any(elements):  # all matmuls have full precision in this step
-            return None
-        layers, self._layers = self._layers, None
-        names = [
-            repr(name)
-            for name, count in zip(statistics.layers, elements, strict=True)
-            if count == 0 and _counts_calls(layers, name)
-        ]
-        if not names:
-            return None
-        return (
-            f"no rank called the linear layers {listed(names)} in the first step; if the model "
-            "uses their weights without calling them, their products have the compute dtype, and "
-            "not the formats of the policy: call the layers, or list them in precision.policy.hp"
-        )
-
-
 def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
     """Return whether every call of a layer adds statistics.
 
@@ -143,7 +107,8 @@ class CompletedSteps:
         )
         checks = parts.setup.config.first_step_checks
         self._modes = parts.modes if checks else None
-        self._call_check = CallCheck(parts.setup.low_precision_matmuls.layers if checks else None)
+        # Low-precision layers, until it is known which of them are called.
+        self._layers = parts.setup.low_precision_matmuls.layers if checks else None
         self._previous: StepOutcome | None = None
 
     def warnings(self, outcome: StepOutcome) -> Iterator[str]:
@@ -163,13 +128,33 @@ class CompletedSteps:
         if completed is None:
             return
         self.check_ranks_agree(completed)
-        if warning := self._call_check.warning(completed.matmul_statistics):
-            yield warning
+        yield from self._of_calls(completed.matmul_statistics)
         if not self.is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)
             yield (
                 f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; "
                 "call engine.check(outcome) after each step to end training if this continues"
+            )
+
+    def _of_calls(self, statistics: MatmulStatistics | None) -> Iterator[str]:
+        """Warn once about low-precision layers that no rank called in the first step."""
+        if self._layers is None or statistics is None:
+            return
+        elements = statistics.read()[..., -1].sum(1).tolist()
+        if not any(elements):  # all matmuls have full precision in this step
+            return
+        layers, self._layers = self._layers, None
+        names = [
+            repr(name)
+            for name, count in zip(statistics.layers, elements, strict=True)
+            if count == 0 and _counts_calls(layers, name)
+        ]
+        if names:
+            yield (
+                f"no rank called the linear layers {listed(names)} in the first step; if the model "
+                "uses their weights without calling them, their products have the compute dtype, "
+                "and not the formats of the policy: call the layers, or list them in "
+                "precision.policy.hp"
             )
 
     def log_skip(self, outcome: StepOutcome) -> None:

@@ -18,12 +18,7 @@ from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, w
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
-from distmp.engine.observers import (
-    AnyGradient,
-    EvaluationMode,
-    FirstStep,
-    StepObserver,
-)
+from distmp.engine.observers import EvaluationMode, FirstStep
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.parts import EngineCalls, EngineParts
 from distmp.engine.replays import Replays
@@ -130,9 +125,8 @@ class Engine:
         self._parts = EngineParts(setup, state, self._calls, modes, [*self.model.parameters()])
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
-        self._observers: list[StepObserver] = [AnyGradient(setup)]
+        self._first_step = FirstStep(setup)
         if config.first_step_checks:
-            self._observers.append(FirstStep(setup))
             setup.strategy.watch_copies()
         self.batches = LatestBatches(
             self.model, setup.world.rank, after_step=setup.config.attribution
@@ -269,13 +263,13 @@ class Engine:
             self.batches.add(batches)
             if isinstance(stop, str):  # every text would count as True
                 raise ConfigError("stop", stop, "use True or False")
-            observers = [observer for observer in self._observers if not observer.is_done]
-            for observer in observers:
-                observer.before(batches[0])
+            first_step = None if self._first_step.is_done else self._first_step
+            if first_step is not None:
+                first_step.before(batches[0])
             self._calls.count_step(microbatches)
-            outcome, stats = take_step(self._parts, batches, observers, stop=bool(stop))
+            outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
             self._replays.keep(outcome, batches, stats)
-            warned = [warning for observer in observers for warning in observer.after()]
+            warned = [] if first_step is None else first_step.after()
         warned += self._completed.warnings(outcome)
         if self.world.rank == 0:
             for warning in warned:  # independent of logging

@@ -20,45 +20,33 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, parameter_name
 
 
-class StepObserver:
-    """Checks steps until it is done. Every hook may raise an error, which ends the step.
-
-    Attributes:
-        is_done: Whether the check is complete, so that later steps skip it.
-    """
-
-    is_done = False
-
-    def before(self, batch: Any) -> None:
-        """Check the first microbatch of a step; all ranks call it."""
-
-    def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
-        """Check a microbatch and the result of the loss function."""
-
-    def after_gradients(self, stats: MicrobatchStats) -> None:
-        """Check the reduced gradients."""
-
-    def after(self) -> list[str]:
-        """End the step, and return warnings."""
-        return []
-
-
-class FirstStep(StepObserver):
+class FirstStep:
     """Checks the first step, in which the host may wait to read values.
+
+    It also checks later steps until a parameter has a gradient. Every hook may raise an error,
+    which ends the step.
 
     Args:
         setup: The model and the ranks; all of them make the same calls.
+
+    Attributes:
+        is_done: Whether all checks are complete, so that later steps need none.
     """
 
     def __init__(self, setup: Setup) -> None:
+        self.is_done = False
+        self._setup = setup
         self._world = setup.world
+        self._has_gradient = False
+        # Whether likely mistakes are still to be found.
+        self._warns = setup.config.first_step_checks
         # Under a sharded strategy the graph has the gathered parameters, which are other tensors.
         self._module = None if setup.is_sharded else setup.strategy.module
         self._warnings: dict[str, None] = {}
 
     def before(self, batch: Any) -> None:
-        """Compare the microbatches of ranks."""
-        if self._world.world_size > 1 and self._has_same_batch(batch):
+        """Compare the first microbatches of ranks; all ranks call it."""
+        if self._warns and self._world.world_size > 1 and self._has_same_batch(batch):
             self._warnings[
                 f"all {self._world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
@@ -67,33 +55,12 @@ class FirstStep(StepObserver):
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
         """Refuse a negative weight, and find mistakes in the result of the loss function."""
+        if not self._warns:
+            return
         check_weight(float(weight))
         self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
         if self._module is not None:
             self._warnings |= dict.fromkeys(_outside_of(self._module, loss))
-
-    def after(self) -> list[str]:
-        """Return warnings about likely mistakes."""
-        self.is_done = True
-        return [*self._warnings]
-
-    def _has_same_batch(self, batch: Any) -> bool:
-        digest = float(checksum(batch))
-        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
-        largest, smallest = numbers.tolist()
-        return bool(largest == -smallest)
-
-
-class AnyGradient(StepObserver):
-    """Refuses a loss that does not depend on any trained parameter.
-
-    Args:
-        setup: The model and its strategy.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
 
     def after_gradients(self, stats: MicrobatchStats) -> None:
         """Look for a gradient.
@@ -103,17 +70,30 @@ class AnyGradient(StepObserver):
         """
         strategy, loss = self._setup.strategy, self._setup.loss
         trained = [tensor for _, tensor in strategy.optimizer_parameters()]
-        self.is_done = any(
+        self._has_gradient = any(
             tensor.grad is not None for tensor in (*trained, *strategy.module.parameters())
         )
         # A dropped microbatch does not count. Only this check reads the flags: the host waits.
-        if not (self.is_done or any(bool(flag) for flag in stats.dropped)):
+        if not (self._has_gradient or any(bool(flag) for flag in stats.dropped)):
             raise ConfigError(
                 "loss",
                 getattr(loss, "__name__", type(loss).__name__),
                 f"gives none of the {len(trained)} trained parameters a gradient; run the module "
                 "that is passed to it, not another one, and return a loss of its output",
             )
+
+    def after(self) -> list[str]:
+        """End the step, and return warnings about likely mistakes."""
+        self._warns, self.is_done = False, self._has_gradient
+        warned, self._warnings = self._warnings, {}
+        return [*warned]
+
+    def _has_same_batch(self, batch: Any) -> bool:
+        digest = float(checksum(batch))
+        numbers = torch.tensor([digest, -digest], dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
+        largest, smallest = numbers.tolist()
+        return bool(largest == -smallest)
 
 
 class EvaluationMode:

@@ -11,7 +11,7 @@ from torch import Tensor
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.observers import StepObserver
+from distmp.engine.observers import FirstStep
 from distmp.engine.outcome import COUNTS, StepOutcome
 from distmp.engine.parts import EngineParts
 from distmp.engine.setup import Setup
@@ -35,7 +35,7 @@ from distmp.utils.host_copy import cpu_number, to_device
 def take_step(
     parts: EngineParts,
     microbatches: Sequence[Any],
-    observers: Sequence[StepObserver],
+    first_step: FirstStep | None,
     *,
     stop: bool,
 ) -> tuple[StepOutcome, MicrobatchStats]:
@@ -44,7 +44,7 @@ def take_step(
     Args:
         parts: The parts of the engine.
         microbatches: The microbatches of this rank.
-        observers: Look at the step; empty after the first steps.
+        first_step: Checks the step; None after the first steps.
         stop: Whether this rank requests to stop.
 
     Returns:
@@ -57,7 +57,7 @@ def take_step(
     # A number if it is fixed, with which the decision launches fewer kernels.
     scale = 1.0 if state.loss_scale.config is None else state.loss_scale.value
     setup.buffers.begin_step()
-    stats = _accumulate(setup, state, microbatches, observers)
+    stats = _accumulate(setup, state, microbatches, first_step)
     current_phase.enter(DECISION)
     setup.clock.end()
     fingerprint = Fingerprint.of(parts.step_settings(), setup.world.world_size)
@@ -94,7 +94,7 @@ def _accumulate(
     setup: Setup,
     state: EngineState,
     microbatches: Sequence[Any],
-    observers: Sequence[StepObserver],
+    first_step: FirstStep | None,
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
     strategy, products = setup.strategy, setup.low_precision_matmuls
@@ -117,7 +117,7 @@ def _accumulate(
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
             seed_generators(stats.streams[-1], setup.device)
-            loss, weight = forward(setup, batch, observers)
+            loss, weight = forward(setup, batch, first_step)
             if index == 0:
                 factor = _backward_factor(setup, state, weight, count)
             current_phase.enter("backward of microbatch", index + 1)
@@ -127,8 +127,8 @@ def _accumulate(
             stats.add(loss, weight, strategy.end_microbatch())
     current_phase.enter("reduction of the gradients")
     strategy.finish_gradients()
-    for observer in observers:
-        observer.after_gradients(stats)
+    if first_step is not None:
+        first_step.after_gradients(stats)
     return stats
 
 
@@ -139,7 +139,7 @@ def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None =
 
 
 def forward(
-    setup: Setup, batch: Any, observers: Sequence[StepObserver] = ()
+    setup: Setup, batch: Any, first_step: FirstStep | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """Return the loss sum and the weight of a microbatch, 0-dim on the device or a number."""
     batch = moved(batch, setup.device)
@@ -153,8 +153,8 @@ def forward(
             loss_sum, weight = check_loss(setup.loss(strategy.module, batch))
         finally:
             strategy.used.computing_loss = False
-    for observer in observers:
-        observer.after_forward(batch, loss_sum, weight)
+    if first_step is not None:
+        first_step.after_forward(batch, loss_sum, weight)
     if isinstance(weight, Tensor):
         weight = to_device(weight.detach(), setup.device)
     return loss_sum, weight
