@@ -15,7 +15,7 @@ from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
-from distmp.utils.host_copy import HostCopy
+from distmp.utils.host_copy import HostCopy, numbers_to_device
 
 # A rank is slow if it takes this many times the median of the others, twice in a row.
 SLOW = 1.5
@@ -78,9 +78,7 @@ class StragglerDetection(Callback):
 
 def _gather(own: ComputeTime | None, world: World) -> HostCopy:
     """Start to gather the times of all ranks, without waiting for them."""
-    numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
-    if world.device.type == "cuda":
-        numbers = numbers.pin_memory().to(world.device, non_blocking=True)
+    numbers = numbers_to_device(own or (math.nan, math.nan), torch.float64, world.device)
     gathered = numbers.new_empty(2 * world.world_size)
     all_gather(gathered, numbers, world.group).wait()
     return HostCopy(gathered.view(-1, 2))
