@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import ROOT, with_figures
-from distmp.commands.calibrate import command as calibrate
+from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.config import RunConfig
 from distmp.launcher import rendezvous
 from distmp.masking import is_secret
@@ -80,7 +80,7 @@ def test_policy_page_commands_are_accepted(cwd: Path) -> None:
     found = re.findall(r"^\.venv/bin/distmp calibrate (.*)$", page, re.MULTILINE)
     assert found
     for options in found:
-        calibrate.load(shlex.split(options))
+        CalibrationConfig.load(shlex.split(options))
 
 
 def test_migration_page_has_block_for_each_way() -> None:
