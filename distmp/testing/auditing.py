@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -70,6 +71,10 @@ class AuditReport:
     def exit_code(self) -> int:
         """0 if the gradient is right, 1 if it is wrong, 2 if this is not decided."""
         return 1 if self.mismatches else 2 * bool(self.undecided)
+
+    def to_json(self) -> str:
+        """Return the report as JSON, which `python -m distmp.testing FILE` prints."""
+        return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
         state = ("right", "wrong", "not decided")[self.exit_code]
