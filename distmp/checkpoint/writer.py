@@ -210,8 +210,7 @@ class CheckpointWriter:
 
     def _save_now(self, step: int, tensors: dict[str, Tensor], write: Callable[..., Path]) -> None:
         self.finish()
-        # A save in the background may have failed on some ranks only.
-        if not self._overwrite and all(self._world.ranks.gather(self.saved_step == step)):
+        if self.saved_step == step and not self._overwrite:
             return
         started = time.perf_counter()
         problem = None

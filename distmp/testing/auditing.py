@@ -29,8 +29,9 @@ from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
-from distmp.testing.losses import DefaultLoss, LossSum
-from distmp.testing.reference import ByName, ForwardRecord, Reference, recorded_forwards
+from distmp.testing.losses import LossSum
+from distmp.testing.recording import ByName, ForwardRecord, recorded_steps
+from distmp.testing.reference import Reference
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, map_tensors
 
@@ -100,6 +101,12 @@ class _Step(ForwardRecord):
     max_norm: float | None = None
     is_clipped_apart: bool = False
 
+    @property
+    def may_be_halved(self) -> bool:
+        """Whether the loss is one of which people often take a half: a square, or a sum of two."""
+        squares = {"mse_loss", "mean"}.intersection(loss.function for loss in self.losses)
+        return bool(squares) or len(self.losses) > len(self.forwards)
+
 
 class Audit:
     """Records the steps of a training script.
@@ -132,7 +139,7 @@ class Audit:
                 stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
             for owner, name, function in self._watched():
                 stack.enter_context(patch.object(owner, name, function))
-            stack.enter_context(recorded_forwards(self._model, self._recorded_step))
+            stack.enter_context(recorded_steps(self._model, self._recorded_step))
             stack.enter_context(_Collectives(self._collectives))
             yield
         self._compare_rates()
@@ -229,6 +236,10 @@ class Audit:
             step.gradients = _copied(found, scale or 1.0)
             self._unused += sum(not forward.is_used for forward in step.forwards)
             step.forwards = [forward for forward in step.forwards if forward.is_used]
+            step.losses = [loss for loss in step.losses if loss.gradient is not None]
+            graph = [*(f.nodes for f in step.forwards), *(loss.nodes for loss in step.losses)]
+            for nodes in graph:
+                nodes.clear()
             self._steps.append(step)
 
     def _learning_rates(self) -> list[float]:
@@ -243,7 +254,7 @@ class Audit:
                 self._found.append(mismatch("scheduler", ["learning rate"], detail))
                 break
 
-    def finish(self, loss_sum: LossSum) -> None:
+    def finish(self, loss_sum: LossSum | None) -> None:
         """Compare the recorded steps; every rank has to call it."""
         updates = len(self._steps)
         counts = Ranks(None).gather((updates, len(self._rates) - updates))
@@ -271,19 +282,24 @@ class Audit:
     def _not_decided(self, name: str, text: str) -> None:
         self._found.append(GradientMismatch("", (name,), text))
 
-    def _doubts(self, loss_sum: LossSum) -> dict[str, str]:
+    def _doubts(self, loss_sum: LossSum | None) -> dict[str, str]:
         """Return why mismatches of a class may be right."""
         doubts = {"": ""}
-        if getattr(loss_sum, "is_guess", False):
-            doubt = "; unless the loss is not the cross entropy over labels: pass loss_sum="
-            doubts |= {"unexplained": doubt, "miscounted": doubt}
+        if loss_sum is None:
+            doubts["constant"] = "; unless the loss has this weight on purpose: pass loss_sum="
+            if any(step.may_be_halved for step in self._steps):
+                halved = {each.kind for each in self._found if each.text.startswith("0.5 times")}
+                doubts |= dict.fromkeys(halved, "; unless half the loss is wanted: pass loss_sum=")
+            if any(step.has_other_terms for step in self._steps):
+                doubt = "; backward has terms that do not depend on the model's outputs"
+                doubts |= {"unexplained": doubt, "miscounted": doubt}
         if any(step.is_clipped_apart for step in self._steps):
             doubts["unexplained"] = "; parts of the gradient are clipped separately"
         if all(step.max_norm is None for step in self._steps):
             doubts["clipped"] = "; by a function that was not seen"
         return doubts
 
-    def _compare(self, loss_sum: LossSum) -> None:
+    def _compare(self, loss_sum: LossSum | None) -> None:
         reference = Reference(self._model, loss_sum)
         # Float64 takes long, and only shows which differences are rounding errors.
         for exact in (False, True):
@@ -371,7 +387,7 @@ def audit(
         optimizer: Its optimizer.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
             plain model, and with what the model was called with: keywords as a dict, or positional
-            arguments. By default, the cross entropy over `labels` among the keywords.
+            arguments. By default, the sum of the first loss function of torch that is called.
 
     Yields:
         An object whose `report` is set when the context ends.
@@ -383,8 +399,7 @@ def audit(
         >>> import torch, distmp
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> squares = lambda model, batch: (model(batch).square().sum(), len(batch))
-        >>> with distmp.audit(model, optimizer, loss_sum=squares) as audit:
+        >>> with distmp.audit(model, optimizer) as audit:
         ...     for batch in (torch.ones(3, 4), 2 * torch.ones(5, 4)):
         ...         (model(batch).square().mean() / 2).backward()
         ...     optimizer.step()
@@ -398,4 +413,4 @@ def audit(
     running = Audit(model, gradients.innermost(model, optimizer))
     with running.recorded():
         yield running
-    running.finish(loss_sum or DefaultLoss())
+    running.finish(loss_sum)

@@ -16,7 +16,8 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import require
 from distmp.testing import classify, gradients
 from distmp.testing.losses import IGNORED, DefaultLoss, LossSum
-from distmp.testing.reference import Forward, ForwardRecord, Reference, recorded_forwards
+from distmp.testing.recording import Forward, ForwardRecord, recorded_steps
+from distmp.testing.reference import Reference
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
@@ -110,14 +111,15 @@ def _recorded(
     """Return what a training step used, and the full gradients; every rank has to call it."""
     record = ForwardRecord(state=gradients.full_state(model))
     gradients.remove_gradients(model)
-    with recorded_forwards(model, lambda: record), torch.random.fork_rng():
+    with recorded_steps(model, lambda: record), torch.random.fork_rng():
         returned = train_step(model, copy.deepcopy([*batches]))
     names = gradients.named_parameters(model).keys()
     given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
     # With another number of forwards, it is unknown which belongs to which microbatch.
     known = len(record.forwards) == len(batches)
     states = [each.generators for each in record.forwards] if known else [()] * len(batches)
-    record.forwards = [*map(Forward, batches, states)]
+    autocast = next((each.autocast for each in record.forwards if each.autocast), None)
+    record.forwards = [Forward([b], {}, s, autocast) for b, s in zip(batches, states, strict=True)]
     return record, gradients.full_gradients(model, given)
 
 

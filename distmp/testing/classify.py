@@ -53,6 +53,7 @@ CLASSES = {
     "skipped": "the optimizer was not called equally often on all ranks",
     "scheduler": "the learning rate changed after a skipped step",
     "loss_scale": "multiplied by a loss scale, or divided by it twice",
+    "constant": "multiplied by a constant",
     "miscounted": "divided by another number",
     "clipped": "clipped before it was read",
     "shard_clipped": "clipped by the norm of each rank's shard",
@@ -368,6 +369,8 @@ def _common_factor(
         if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / reduced[0]]):
             return "loss_scale", f": clipped before it was unscaled: to max_norm / 2 ** {power}"
         return "clipped", f", to the norm {reduced[0]:.4g}"
+    if np.ptp(factors) < 1e-3 * factors.max():
+        return "constant", f": {factors[0]:.5g}"
     return "miscounted", f": {', '.join(f'{each:.5g}' for each in factors)} of the one wanted"
 
 

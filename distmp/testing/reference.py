@@ -8,10 +8,10 @@ gradients in float64 show how much of a difference that arithmetic explains.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from distmp.errors import ConfigError, require
 from distmp.testing.classify import Array, SplitResult
 from distmp.testing.gradients import plain_model, plain_name, unwrapped
 from distmp.testing.losses import LossSum, loss_and_weight
+from distmp.testing.microbatches import Microbatch, microbatches
+from distmp.testing.recording import ByName, Forward, ForwardRecord, output_tensors
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 # Elements that several microbatches must have before rounding shows anything, how many show it, and
@@ -31,101 +33,9 @@ from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 _FEWEST, _MOST, _SEARCHED = 16, 1024, 2**16
 # Significant bits of bfloat16 and float16.
 _BITS = (8, 11)
+Cast = Callable[[Tensor], Tensor]
 # Least relative error of a gradient that was rounded to 16 bits.
 _LEAST = 2e-5
-# Gradients by name of parameter.
-ByName = Mapping[str, Tensor | None]
-
-
-@dataclass
-class Forward:
-    """A forward of the model on this rank.
-
-    Attributes:
-        batch: The arguments: keywords, or a tuple, or the only one.
-        generators: State of the random generators before it; may be empty.
-        is_used: Whether its output got a gradient.
-    """
-
-    batch: Any
-    generators: Sequence[Tensor] = ()
-    is_used: bool = False
-
-
-@dataclass
-class ForwardRecord:
-    """What the forwards of a training step used on this rank.
-
-    Attributes:
-        forwards: The forwards.
-        state: Full parameters and buffers before the first one.
-        training: Whether modules were in training mode, by name.
-        autocast: Dtype of autocast; None without autocast.
-        compute: Dtype of the first parameter that a module used.
-    """
-
-    forwards: list[Forward] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    training: dict[str, bool] = field(default_factory=dict)
-    autocast: torch.dtype | None = None
-    compute: torch.dtype | None = None
-
-
-@contextlib.contextmanager
-def recorded_forwards(model: nn.Module, current: Callable[[], ForwardRecord]) -> Iterator[None]:
-    """Record the forwards of a model; its hooks are removed at the end.
-
-    Args:
-        model: The model.
-        current: Returns the record, before each forward, and before FSDP gathers parameters.
-    """
-    model = unwrapped(model)
-    device = next(model.parameters()).device.type
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
-            record = current()
-            batch = kwargs if not args else args if len(args) > 1 or kwargs else args[0]
-            copied = map_tensors(lambda t: t.detach().to("cpu", copy=True), batch)
-            record.forwards.append(Forward(copied, _generators()))
-            record.training = {plain_name(n): part.training for n, part in model.named_modules()}
-            if torch.is_autocast_enabled(device):
-                record.autocast = torch.get_autocast_dtype(device)
-
-    def leaf(module: nn.Module, _: Any) -> None:
-        dtypes = [p.dtype for p in module._parameters.values() if p is not None]
-        if torch.is_grad_enabled() and dtypes and dtypes[0].is_floating_point:
-            current().compute = current().compute or dtypes[0]
-
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            forward, tensors = current().forwards[-1], list[Tensor]()
-            map_tensors(tensors.append, [output, getattr(output, "__dict__", None)])
-            trained = [tensor for tensor in tensors if tensor.requires_grad]
-            forward.is_used = not trained  # an output of another class is unknown
-            for tensor in trained:
-                tensor.register_hook(lambda _: setattr(forward, "is_used", True))
-
-    eager = torch.compiler.disable  # Dynamo cannot trace them
-    handles = [model.register_forward_pre_hook(eager(before), with_kwargs=True, prepend=True)]
-    handles += [m.register_forward_pre_hook(eager(leaf)) for m in model.modules() if m._parameters]
-    handles += [model.register_forward_hook(eager(after))]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _generators() -> list[Tensor]:
-    on_gpu = torch.cuda.is_initialized()
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
-
-
-def _restore(states: Sequence[Tensor]) -> None:
-    setters = torch.set_rng_state, torch.cuda.set_rng_state
-    for state, setter in zip(states, setters, strict=False):
-        setter(state)
 
 
 @dataclass(frozen=True)
@@ -134,11 +44,13 @@ class Gradients:
 
     Attributes:
         weights: Weight of each microbatch, of shape (ranks, microbatches).
+        factors: What the gradients that training computes are multiplied by.
         stacked: By parameter, FP32, of shape (ranks, microbatches, elements).
         exact: The same, computed in float64; may be empty.
     """
 
     weights: Array
+    factors: Array
     stacked: Mapping[str, Tensor]
     exact: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -177,7 +89,7 @@ class Gradients:
                 split.noise[name] = _noise(self.stacked[name] - self.exact[name], ideal)
             # 16 bits cause larger differences; the search for them takes time.
             differs = (flat - wanted).norm() > _LEAST * wanted.norm()
-            if differs and _is_rounded(flat, parts, ideal, self.weights):
+            if differs and _is_rounded(flat, parts, ideal, self.weights, self.factors):
                 split.rounded.add(name)
         return split
 
@@ -193,17 +105,29 @@ def _products(vectors: Sequence[Tensor]) -> Array:
     return sum((chunk @ chunk.T for chunk in chunks), torch.zeros(())).numpy()
 
 
+def _autocast(model: nn.Module, forward: Forward, *, exact: bool) -> torch.autocast:
+    device = next(model.parameters()).device.type
+    dtype = None if exact else forward.autocast
+    return torch.autocast(device, dtype, dtype is not None, False)
+
+
+def _restore(states: Sequence[Tensor]) -> None:
+    setters = torch.set_rng_state, torch.cuda.set_rng_state
+    for state, setter in zip(states, setters, strict=False):
+        setter(state)
+
+
 class Reference:
     """Computes gradients of single microbatches.
 
     Args:
         model: The model.
-        loss_sum: Returns loss sum and weight of a microbatch.
+        loss_sum: Returns loss sum and weight of a microbatch. By default, losses as recorded.
     """
 
-    def __init__(self, model: nn.Module, loss_sum: LossSum) -> None:
+    def __init__(self, model: nn.Module, loss_sum: LossSum | None) -> None:
         self._model = unwrapped(model)
-        self._loss_sum = loss_sum
+        self._loss_sum: Any = loss_sum
 
     def replay(self, record: ForwardRecord, *, exact: bool = False) -> Gradients:
         """Return the gradients of the microbatches of all ranks; every rank has to call it.
@@ -212,66 +136,99 @@ class Reference:
             record: What the forwards of this rank used. Gradients are computed in the same dtypes.
             exact: Whether they are computed in float64, too, which shows their rounding errors.
         """
-        weights, stacked = self._gathered(record)
-        in_float64 = replace(record, compute=torch.float64, autocast=None)
-        return Gradients(weights, stacked, self._gathered(in_float64)[1] if exact else {})
+        numbers, stacked = self._gathered(record, exact=False)
+        in_float64 = self._gathered(record, exact=True)[1] if exact else {}
+        return Gradients(numbers[:, 0], numbers[:, 1], stacked, in_float64)
 
-    def _gathered(self, record: ForwardRecord) -> tuple[Array, dict[str, Tensor]]:
+    def _gathered(self, record: ForwardRecord, *, exact: bool) -> tuple[Array, dict[str, Tensor]]:
         ranks = Ranks(None)
-        most = max(ranks.gather(len(record.forwards)))
-        own, stacked = ranks.all_or_none(lambda: self._own(record, most), catch=Exception)
+        all_or_none = functools.partial(ranks.all_or_none, catch=Exception)
+        parts: Sequence[Forward | Microbatch] = record.forwards
+        if self._loss_sum is None:
+            parts = all_or_none(lambda: microbatches(record))
+        most = max(ranks.gather(len(parts)))
+        own, stacked = all_or_none(lambda: self._own(record, parts, most, exact=exact))
         shapes = [(name, each.shape) for name, each in stacked.items()]
         by_rank = ranks.gather((own, shapes))
         problem = "have other names or shapes on other ranks; audit one model on all ranks"
         same = all(other == by_rank[0][1] for _, other in by_rank)
         require(same, "trained parameters", len(shapes), problem)
-        weights = np.stack([each for each, _ in by_rank])
-        return weights, {name: _of_all_ranks(each) for name, each in stacked.items()}
+        numbers = np.stack([each for each, _ in by_rank])
+        return numbers, {name: _of_all_ranks(each) for name, each in stacked.items()}
 
-    def _own(self, record: ForwardRecord, most: int) -> tuple[Array, dict[str, Tensor]]:
-        """Return weights and FP32 gradients of the loss sums of microbatches of this rank.
+    def _own(
+        self,
+        record: ForwardRecord,
+        parts: Sequence[Forward | Microbatch],
+        most: int,
+        *,
+        exact: bool,
+    ) -> tuple[Array, dict[str, Tensor]]:
+        """Return weights and factors, and FP32 gradients of loss sums of own microbatches.
 
         Args:
             record: What its forwards used.
+            parts: What each microbatch used.
             most: Number of microbatches of the rank with most; others get empty ones.
+            exact: Whether it is computed in float64.
         """
-        tensors, cast = self._tensors(record)
+        tensors, cast = self._tensors(record, torch.float64 if exact else record.compute)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
-        weights = np.zeros(most)
+        numbers = np.zeros((2, most))
         stacked = {name: torch.zeros(most, t.numel()) for name, t in trained.items()}
-        device = next(iter(tensors.values())).device.type
-        autocast = torch.autocast(device, record.autocast, record.autocast is not None, False)
         plain = plain_model(self._model, tensors, record.training)
-        with torch.random.fork_rng(), torch.enable_grad(), autocast, plain:
-            for index, forward in enumerate(record.forwards):
-                _restore(forward.generators)
-                batch = map_tensors(cast, forward.batch)
-                total, weight = loss_and_weight(self._loss_sum, self._model, batch)
-                weights[index] = weight
-                if weight:
-                    # Of the mean, as most training code: 16-bit backward rounds it in the same way.
-                    (total / weight).backward()
+        with torch.random.fork_rng(), torch.enable_grad(), plain:
+            for index, part in enumerate(parts):
+                if isinstance(part, Microbatch):
+                    weight, factor = part.weight, self._backward(part, cast, exact=exact)
+                else:
+                    weight = factor = self._backward_of_sum(part, cast, exact=exact)
+                numbers[:, index] = weight, factor
                 for name, tensor in trained.items():
                     if tensor.grad is not None:
                         found = tensor.grad.to_dense().float().flatten().cpu()
-                        torch.mul(found, weight, out=stacked[name][index])
+                        torch.mul(found, factor, out=stacked[name][index])
                         tensor.grad = None
-        if weights.any() and not any(each.any() for each in stacked.values()):
+        if numbers.any() and not any(each.any() for each in stacked.values()):
             problem = "does not depend on the parameters of the model it is called with"
             raise ConfigError("loss_sum", type(self._loss_sum).__name__, problem)
-        return weights, stacked
+        return numbers, stacked
+
+    def _backward_of_sum(self, forward: Forward, cast: Cast, *, exact: bool) -> float:
+        """Compute the gradients of a mean; return its weight."""
+        _restore(forward.generators)
+        with _autocast(self._model, forward, exact=exact):
+            batch = map_tensors(cast, forward.batch)
+            total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+        if weight:
+            # Of the mean, as most training code: 16-bit backward rounds it in the same way.
+            (total / weight).backward()
+        return weight
+
+    def _backward(self, microbatch: Microbatch, cast: Cast, *, exact: bool) -> float:
+        """Compute the gradients that training has; return what makes them those of the sum."""
+        for forward in microbatch.forwards if microbatch.weight else ():
+            _restore(forward.generators)
+            args, kwargs = map_tensors(cast, [forward.args, forward.kwargs])
+            with _autocast(self._model, forward, exact=exact):
+                output = self._model(*args, **kwargs)
+            outputs = output_tensors(output)
+            used = {index: outputs[index] for index in forward.gradients}
+            found = [forward.gradients[i].to(tensor) for i, tensor in used.items()]
+            torch.autograd.backward([*used.values()], found)
+        return 1 / (microbatch.scale or 1.0)
 
     def _tensors(
-        self, record: ForwardRecord
-    ) -> tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]:
-        """Return parameters and buffers in the dtype of a record, and a function for inputs."""
+        self, record: ForwardRecord, compute: torch.dtype | None
+    ) -> tuple[dict[str, Tensor], Cast]:
+        """Return parameters and buffers in a dtype, and a function for inputs."""
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
         held = {name: record.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
         dtypes = {tensor.dtype for name, tensor in held.items() if name in trained}
         # FSDP casts parameters and inputs.
-        other = record.compute if record.compute not in dtypes else None
+        other = compute if compute not in dtypes else None
         cast = (lambda t: t) if other is None else floating_point_cast(other)
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
         # `loss_sum` may change its inputs in place.
@@ -301,7 +258,9 @@ def _noise(errors: Tensor, total: Tensor) -> float:
     return share * (1 + 8 / errors.numel() ** 0.5)
 
 
-def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, weights: Array) -> bool:
+def _is_rounded(
+    gradient: Tensor, terms: Tensor, ideal: Tensor, weights: Array, factors: Array
+) -> bool:
     """Return whether a sum of several microbatches has the few significant bits of a 16-bit dtype.
 
     The sum may have been multiplied by a number of ranks, microbatches or tokens afterwards.
@@ -313,9 +272,9 @@ def _is_rounded(gradient: Tensor, terms: Tensor, ideal: Tensor, weights: Array) 
         return False
     ranks, count = weights.shape
     scales = {1.0, ranks, count, ranks * count, weights.sum(), weights.sum() / ranks}
-    # As they are added: of the means of microbatches. What is short already has a short sum.
-    means = terms[:, several] / torch.tensor(weights.ravel()).clamp(min=1e-30)[:, None]
-    single = max(_share(means.flatten(), bits) for bits in _BITS)
+    # As training adds them. What is short already has a short sum.
+    added = terms[:, several] / torch.tensor(factors.ravel()).clamp(min=1e-30)[:, None]
+    single = max(_share(added.flatten(), bits) for bits in _BITS)
     possible = [bits for bits in _BITS if bits == _BITS[0] or single < 0.5]
     pairs = itertools.product(scales, possible)
     return any(_share(gradient[several] * scale, bits) > 0.99 for scale, bits in pairs) and all(

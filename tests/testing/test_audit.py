@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad, clip_grad_norm_
+from torch.utils.data import default_collate
 
 import distmp
 from distmp.errors import ConfigError
 from distmp.testing import AuditReport, check_gradient
-from distmp.testing.__main__ import main
 from tests.ranks import ranks
 from tests.testing import scripts
 from tests.testing.scripts import make_model
@@ -124,6 +123,107 @@ def test_steps_of_one_process() -> None:
     right, wrong = audited(model, token_mean), audited(model, mean_of_means)
     assert (right.mismatches, right.undecided, right.exit_code, right.steps) == ((), (), 0, 2)
     assert (kinds(wrong), wrong.exit_code) == (["microbatch_means"], 1)
+
+
+# Losses outside of the model
+
+
+def audited_loop(model: nn.Module, train_step: Callable[..., Any]) -> AuditReport:
+    """Audit steps of loops in which labels do not enter `forward`."""
+    parts = scripts.samples(24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for step in range(2):
+            optimizer.zero_grad()
+            start = 12 * step + 6 * (dist.get_rank() if dist.is_initialized() else 0)
+            own = parts[start : start + 6]
+            train_step(model, [*map(default_collate, (own[:1], own[1:3], own[3:]))])
+            optimizer.step()
+    return audit.report
+
+
+# Losses of several weights, or of no loss function of torch, and clipping that is seen.
+OTHER = {"sample_mean": 2, "not_finite": 2, "clipped": 0}
+
+
+@pytest.mark.parametrize(("kind", "train_step"), [*scripts.local_wrong()])
+def test_wrong_loops_of_one_process(kind: str, train_step: Callable[..., Any]) -> None:
+    report = audited_loop(make_model(dropout=0.2), train_step)
+    if kind in OTHER:
+        assert (kinds(report), report.exit_code) == ([], OTHER[kind]), str(report)
+    else:
+        assert kinds(report) == [kind], str(report)
+
+
+@pytest.mark.parametrize("train_step", [scripts.token_mean, scripts.autocast])
+def test_right_loops_of_one_process(train_step: Callable[..., Any]) -> None:
+    report = audited_loop(make_model(tied=True, checkpointed=True), train_step)
+    assert report.exit_code == 0, str(report)
+
+
+@ranks(2)
+def test_loops_of_two_ranks() -> None:
+    # A sum of several microbatches does not show where it was rounded.
+    also = {"reduced_in_16_bits": "summed_in_16_bits"}
+    for kind, train_step in scripts.distributed_wrong():
+        report = audited_loop(make_model(), train_step)
+        assert also.get(kind, kind) in kinds(report), f"{kind}: {report}"
+    for train_step in (scripts.token_mean, scripts.ddp_no_sync, scripts.global_mean):
+        report = audited_loop(make_model(), train_step)
+        assert report.exit_code == 0, str(report)
+    report = audited_loop(scripts.sharded(torch.bfloat16, torch.float32), scripts.fsdp2)
+    assert report.exit_code == 0, str(report)
+    report = audited_loop(scripts.sharded(), scripts.fsdp2_rank_means)
+    assert kinds(report) == ["rank_means"]
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), F.one_hot(batch[1].clamp(min=0), scripts.VOCABULARY) * 1.0)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (squares, "right"),
+        (lambda model, batch: squares(model, batch) / 2, "unless half the loss is wanted"),
+        (
+            lambda model, batch: 3 * squares(model, batch),
+            "constant: 3 (2 off, relative); unless the",
+        ),
+        (
+            lambda model, batch: squares(model, batch) + penalty(model),
+            "backward has terms that do not depend on the model's outputs",
+        ),
+        (lambda model, batch: model(batch[0]).square().mean(), "right"),
+        (lambda model, batch: -model(batch[0]).sigmoid().mean(), "right"),
+        (lambda model, batch: model(batch[0]).square().sum(), "no loss function of torch"),
+        (lambda model, batch: of_both(model(batch[0]), *batch), "right"),
+        (lambda model, batch: masked_in_place(model(batch[0]), batch[1]), "right"),
+    ],
+)
+def test_loss_functions_of_loops(loss: Callable[..., Tensor], expected: str) -> None:
+    def train_step(model: nn.Module, batches: scripts.Microbatches) -> None:
+        for tokens, labels in batches[:2]:
+            (loss(model, (tokens[:1], labels[:1])) / 2).backward()
+
+    report = audited_loop(make_model(), train_step)
+    assert report.exit_code == (0 if expected == "right" else 2), str(report)
+    assert expected in str(report)
+
+
+def of_both(logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return loss + 0.1 * F.mse_loss(logits[..., 0], labels.float())
+
+
+def masked_in_place(logits: Tensor, labels: Tensor) -> Tensor:
+    logits[..., 0] = -100.0
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=1), reduction="none")
+    return (losses * torch.tensor([1.0, 1, 1, 0, 0, 0])).sum() / 3 / len(labels)
 
 
 @contextlib.contextmanager
@@ -328,15 +428,6 @@ def test_what_is_not_seen_is_not_decided() -> None:
     with distmp.audit(model, optimizer) as audit:
         pass
     assert "optimizer: has not been called" in str(audit.report)
-
-
-def test_the_report_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = audited(Labelled(), mean_of_means)
-    file = tmp_path / "report.json"
-    file.write_text(report.to_json())
-    assert main([str(file)]) == 1
-    assert capsys.readouterr().out == f"{report}\n"
-    assert json.loads(report.to_json())["mismatches"][0][0] == "microbatch_means"
 
 
 @ranks(2)

@@ -103,7 +103,8 @@ PREDICTED: dict[str, list[Counts]] = {
     "same_data": [lambda w: row(w, 0) / w[0].sum()],
     "weighted": [lambda w: (1 + row(w, 2)) / w.sum()],
     "loss_scale": [lambda w: 1024 / w.sum(), lambda w: 2.0**-16 / w.sum()],
-    "miscounted": [lambda w: 1 / (w.sum() + w.size), lambda w: 0.7 / w.sum()],
+    "constant": [lambda w: 0.7 / w.sum()],
+    "miscounted": [lambda w: 1 / (w.sum() + w.size)],
 }
 CASES = [(kind, counts) for kind, several in PREDICTED.items() for counts in several]
 

@@ -18,38 +18,34 @@ INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
 
 
 class WithLoss(nn.Module):
-    """Returns logits, and the cross entropy with label smoothing; None: no loss."""
+    """Returns logits, and the cross entropy with class weights and label smoothing."""
 
-    def __init__(self, smoothing: float | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.head, self.smoothing = nn.Linear(2, 3), smoothing
+        self.head, self.weight = nn.Linear(2, 3), torch.tensor([1.0, 2.0, 4.0])
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(inputs)
-        if self.smoothing is None:
-            return {"logits": logits}
-        loss = cross_entropy(logits, labels, label_smoothing=self.smoothing)
-        return {"logits": logits, "loss": loss}
+        return {"logits": logits, "loss": cross_entropy(logits, labels, self.weight, **SMOOTHED)}
 
 
-@pytest.mark.parametrize(("smoothing", "is_guess"), [(None, True), (0.005, True), (0.0, False)])
-def test_loss_is_a_guess_unless_the_model_returns_it(
-    smoothing: float | None, is_guess: bool
-) -> None:
+SMOOTHED: Any = {"label_smoothing": 0.1}
+
+
+def test_loss_is_the_one_that_the_model_calls() -> None:
     torch.manual_seed(0)
-    loss = DefaultLoss()
-    loss(WithLoss(smoothing), {"inputs": INPUTS, "labels": LABELS})
-    assert loss.is_guess == is_guess
+    model = WithLoss()
+    total, weight = DefaultLoss()(model, {"inputs": INPUTS, "labels": LABELS})
+    mean = model(INPUTS, LABELS)["loss"]
+    assert float(weight) == 1 + 2 + 4
+    torch.testing.assert_close(total / weight, mean)
 
 
 @pytest.mark.parametrize(
     ("batch", "found"), [(INPUTS, "'Tensor'"), ({"ids": INPUTS, "mask": LABELS}, "['ids', 'mask']")]
 )
 def test_microbatch_without_labels_is_refused(batch: Any, found: str) -> None:
-    what_to_do = (
-        "no labels entered forward: pass them to the model as `labels`, or use check_gradient"
-    )
-    with pytest.raises(ConfigError, match=what_to_do) as error:
+    with pytest.raises(ConfigError, match="pass loss_sum") as error:
         DefaultLoss()(nn.Linear(2, 3), batch)
     assert str(error.value).startswith(f"microbatch = {found}: neither")
 
