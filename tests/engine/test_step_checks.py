@@ -123,6 +123,25 @@ def test_invalid_loss_and_weight_are_refused(returned: Any, message: str) -> Non
         make(loss).step([pair()])
 
 
+@pytest.mark.filterwarnings("ignore:the loss depends on parameters outside of the model")
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_loss_of_another_module_is_refused_until_the_model_has_a_gradient(checks: bool) -> None:
+    other = nn.Linear(3, 2)
+    uses_other = True
+
+    def loss(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        return summed(other if uses_other else model, batch)
+
+    engine = make(loss, first_step_checks=checks)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="gives none of the 2 trained parameters a gradient"):
+            engine.step([pair()])
+    uses_other = False
+    assert not engine.step([pair()]).numbers.skipped
+    uses_other = True
+    engine.step([pair()])  # such as a loss of an unused part, after it is known that others work
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_loss_function_and_model_are_checked_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match=r"too many positional.*pass a function loss\(module, b"):
