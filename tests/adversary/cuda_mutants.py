@@ -438,8 +438,8 @@ MUTANTS = [
     Mutant(
         "the times of this rank are copied from memory that is not pinned",
         STRAGGLERS,
-        "numbers.pin_memory().to(world.device, non_blocking=True)",
-        "numbers.to(world.device, non_blocking=True)",
+        "numbers_to_device(own or (math.nan, math.nan), torch.float64, world.device)",
+        "torch.tensor(own or (math.nan, math.nan), dtype=torch.float64).to(world.device)",
         TIMES,
     ),
     Mutant(
