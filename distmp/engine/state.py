@@ -95,7 +95,8 @@ class EngineState:
         divergence: Compares loss and norm of each step with those of the steps before it.
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
-        first: True, False, False.
+        counting: FP32 of shape (2, 3). With 0 for an applied step and 1 for a skipped one, where it
+            differs from the first row counts are kept, and where from the second, 1 is added.
         nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
             the first step.
         max_norm: Clip the norm of the global gradient to this; None disables clipping. Not saved.
@@ -112,7 +113,7 @@ class EngineState:
         self.loss_scale = LossScale(rules, setup.device)
         self.divergence = DivergenceGuard(config.divergence, setup.device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=setup.device)
-        self.first = torch.arange(3, device=setup.device) == 0
+        self.counting = torch.tensor([[2.0, 2, 0], [1, 0, 0]]).to(setup.device)
         self.nominal_weight = config.nominal_weight and round_up_to_power_of_two(
             config.nominal_weight
         )

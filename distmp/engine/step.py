@@ -223,11 +223,9 @@ def _outcome(
         values: What was on the device, by name; "sums" are those of the decision, then of the
             fingerprint.
     """
-    # 1, 0, 0 for an applied step, otherwise 0, 1, 1.
-    counted = decision.found_inf != state.first
+    kept, added = decision.found_inf != state.counting
     # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
-    state.counts += counted
-    state.counts[2].mul_(counted[2])
+    torch.addcmul(added, state.counts, kept, out=state.counts)
     settings = state.nominal_weight or 1.0, state.max_norm
     on_gpu = state.counts.is_cuda
 
