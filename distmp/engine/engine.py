@@ -14,8 +14,8 @@ from distmp.diagnosis.attribution import OverflowReport
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World
 from distmp.engine.completed_steps import CompletedSteps
-from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.divergence_guard import DivergenceGuard
+from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.observers import EvaluationMode, FirstStep

@@ -17,7 +17,7 @@ from distmp.distributed.compare_ranks import check_same, describe_model
 from distmp.distributed.ranks import explain_lost_peers
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World, world_of_process
-from distmp.engine.config import EngineConfig
+from distmp.engine.engine_config import EngineConfig
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
