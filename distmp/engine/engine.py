@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from distmp.engine.saving import Saves
+    from distmp.engine.checkpoints import Saves
 
 T = TypeVar("T")
 
@@ -544,7 +544,7 @@ class Engine:
         """
         with self._calls.call("save"):
             if self._saves is None:
-                from distmp.engine.saving import Saves  # many engines save nothing
+                from distmp.engine.checkpoints import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
             # The loss of another engine may have changed them.
@@ -586,7 +586,7 @@ class Engine:
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import load
+        from distmp.engine.checkpoints import load
 
         with self._calls.call("load"):
             if self._saves is not None:

@@ -14,7 +14,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.saving import load_checkpoint
+from distmp.engine.checkpoints import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console

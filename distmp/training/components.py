@@ -21,7 +21,7 @@ from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.saving import load_checkpoint
+from distmp.engine.checkpoints import load_checkpoint
 from distmp.errors import CheckpointError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface

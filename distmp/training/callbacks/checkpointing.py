@@ -17,8 +17,8 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
+from distmp.engine.checkpoints import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop

@@ -20,7 +20,7 @@ from distmp.checkpoint import store
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
-from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
+from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.train import main
 from tests.checkpoint.sealing import seal
