@@ -83,6 +83,7 @@ def take_step(
         values["scale_exhausted"] = exhausted & decision.overflow
     state.divergence.remember(decision)
     products.end_step(of_products, decision)
+    state.steps += 1
     values["sums"] = sums[: len(sums) - len(of_products)]
     outcome = _outcome(state, decision, fingerprint, values)
     outcome.matmul_statistics = products.statistics
@@ -102,7 +103,7 @@ def _accumulate(
     count = len(microbatches)
     strategy.compare_microbatches(count)
     strategy.begin_step()
-    products.begin_step()
+    products.begin_step(state.steps)
     stats = MicrobatchStats()
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
@@ -113,7 +114,7 @@ def _accumulate(
             if reproducible:
                 setup.buffers.begin_microbatch(index)
             strategy.begin_microbatch(last=index == count - 1)
-            products.begin_microbatch(index, count)
+            products.begin_microbatch(state.steps, index, count)
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
             seed_generators(stats.streams[-1], setup.device)
@@ -135,7 +136,7 @@ def _accumulate(
 def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None = None) -> str:
     """Return the key of a rank's random numbers in a step, see `seed_generators`."""
     rank = setup.world.rank if rank is None else rank
-    return f"{use} {state.seed} {setup.low_precision_matmuls.step} {rank}"
+    return f"{use} {state.seed} {state.steps} {rank}"
 
 
 def forward(
