@@ -63,7 +63,7 @@ def write(
     Args:
         goal: Purpose, for the error.
         path: An empty directory.
-        tensors: The tensors by name, see `store.save`.
+        tensors: The tensors by name, see `saving.save`.
         ranks: All ranks.
         finite: Names of the tensors to check for non-finite values.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
@@ -60,7 +61,7 @@ class Run:
     fingerprint: dict[str, Any]
     directory: RunDirectory
     restarts: Restarts
-    checkpoint: store.StoredCheckpoint | None
+    checkpoint: StoredCheckpoint | None
     progress: Progress
     lease: RunLease | None
 
@@ -156,7 +157,7 @@ class _Builder:
         known = model.peft is not None and not model.is_import_path
         return known and components.configured_weights(model) is None
 
-    def _find_checkpoint(self) -> store.StoredCheckpoint | None:
+    def _find_checkpoint(self) -> StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
         config = self.config
 
@@ -175,7 +176,7 @@ class _Builder:
         found = (recovery.resolve(resume, directory.checkpoints) for resume in resumes)
         return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
-    def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
+    def _choose_directory(self, checkpoint: StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
 
         def choose() -> str:
@@ -231,7 +232,7 @@ def _record_start(run: Run) -> None:
     )
 
 
-def _continue_from(checkpoint: store.StoredCheckpoint, run: Run, changes: Changes) -> None:
+def _continue_from(checkpoint: StoredCheckpoint, run: Run, changes: Changes) -> None:
     """Report what changed since the checkpoint, and load it."""
     if run.progress.step >= run.config.steps:
         # A change of `steps` affects the learning rates of later steps, and none are left.

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -292,7 +293,7 @@ def training_batches(
 
 def find_checkpoint(
     config: RunConfig, directory: RunDirectory | None = None
-) -> store.StoredCheckpoint | None:
+) -> StoredCheckpoint | None:
     """Return the checkpoint to continue from, verified, or None for a run from scratch.
 
     Collective over all ranks. Damaged checkpoints are logged and skipped.
@@ -313,7 +314,7 @@ def find_checkpoint(
     return recovery.resolve(config.resume, directory.checkpoints)
 
 
-def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
+def restore(engine: Engine, checkpoint: StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
@@ -328,7 +329,7 @@ def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
     return progress
 
 
-def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
+def stored_progress(checkpoint: StoredCheckpoint) -> Progress:
     """Return the progress of the run that wrote a checkpoint.
 
     Raises:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig, parse_callbacks
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
@@ -28,7 +29,7 @@ from distmp.utils.generators import seed_generators
 MAX_ROLLBACKS = 5
 
 
-def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
+def checkpoint_before(directory: Path, step: int) -> StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
     This is the latest healthy one of an earlier step. If the run went back to that one before and
@@ -150,7 +151,7 @@ class Trainer(TrainingLoop):
             self._restore_callbacks(self.checkpoint)
             self.checkpoint = None
 
-    def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.states.restore(checkpoint)
         if message is not None:
@@ -269,7 +270,7 @@ class Trainer(TrainingLoop):
             f"{self.progress.rollbacks} of at most {MAX_ROLLBACKS})"
         )
 
-    def _load_earlier(self, result: StepResult) -> tuple[store.StoredCheckpoint, Rollback]:
+    def _load_earlier(self, result: StepResult) -> tuple[StoredCheckpoint, Rollback]:
         """Load a checkpoint from before a step, and skip the data up to that step. Collective.
 
         The statistics of the spike check stay: early in a run, older ones would still be in their
