@@ -1,4 +1,4 @@
-"""Builds the fixed parts of an engine: model, strategy, policy and optimizer."""
+"""Builds what stays the same in an engine: model, strategy, policy and optimizer."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The parts of an engine that are built once.
+class EngineSetup:
+    """What an engine decides and builds once; `EngineState` is what its steps change.
 
     Attributes:
         config: The settings, with "auto" resolved.
@@ -159,7 +159,7 @@ def set_up(
     device: torch.device | str | None,
     *,
     initialize: bool,
-) -> Setup:
+) -> EngineSetup:
     """Distribute a model over the ranks, and build its optimizer; every rank has to call it.
 
     Args:
@@ -202,7 +202,7 @@ def set_up(
     if layers is not None and world.rank == 0:
         compiled = config.parallel is not None and config.parallel.compile != "none"
         log_formats(layers, policy, world.device, compiled=compiled)
-    return Setup(
+    return EngineSetup(
         config,
         world,
         policy,

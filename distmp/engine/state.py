@@ -22,7 +22,7 @@ from torch import Tensor
 from distmp.distributed.world import World
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.settings import PHASES
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
     check_shapes,
@@ -103,7 +103,7 @@ class EngineState:
         steps: Number of steps taken, skipped ones included, as the host counts them.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         config = setup.config
         self._is_quiet = setup.world.rank != 0
         self._strategy = setup.strategy
