@@ -40,7 +40,7 @@ from distmp.utils.generators import generators_kept
 logger = logging.getLogger("distmp")
 
 
-class RunComponents(NamedTuple):
+class ModelAndData(NamedTuple):
     """Data, model and loss of a run, before anything is distributed.
 
     Attributes:
@@ -77,7 +77,7 @@ class Progress:
     rolled_back_to: int | None = None
 
 
-def prepare(config: RunConfig, world: World) -> RunComponents:
+def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     """Build data, model and loss without communication.
 
     Raises:
@@ -100,7 +100,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
-    return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
+    return ModelAndData(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
 def check_datasets(config: RunConfig, datasets: Datasets) -> None:
@@ -210,7 +210,7 @@ def configured_weights(config: ModelConfig) -> StoredWeights | None:
 
 def build_engine(
     config: RunConfig,
-    parts: RunComponents,
+    parts: ModelAndData,
     world: World,
     *,
     policy: PolicyLike,
@@ -221,7 +221,7 @@ def build_engine(
 
     Args:
         config: The settings of optimizer, schedule, strategy and loss scale.
-        parts: What `prepare` returned.
+        parts: What `build_model_and_data` returned.
         world: The ranks; all have to call it.
         policy: The precision policy. An old device of one rank may not support it.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
@@ -248,13 +248,13 @@ def build_engine(
     )
 
 
-def round_frozen(config: RunConfig, parts: RunComponents, policy: PrecisionPolicy) -> None:
+def round_frozen(config: RunConfig, parts: ModelAndData, policy: PrecisionPolicy) -> None:
     """Cast the frozen weights of a model with adapters to the compute dtype of the policy."""
     if config.model.peft is not None:
         adapters.round_frozen(parts.model, policy)
 
 
-def start_from_weights(parts: RunComponents, engine: Engine) -> None:
+def start_from_weights(parts: ModelAndData, engine: Engine) -> None:
     """Load the weights of a new run, if any, into its engine. Collective over all ranks.
 
     Raises:
@@ -268,7 +268,7 @@ def start_from_weights(parts: RunComponents, engine: Engine) -> None:
 
 
 def training_batches(
-    config: RunConfig, parts: RunComponents, world: World, progress: Progress
+    config: RunConfig, parts: ModelAndData, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
     batch = config.batch

@@ -17,13 +17,13 @@ from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
-from distmp.training.build import build_run
 from distmp.training.callbacks import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
+from distmp.training.run import build_run
 from distmp.utils.generators import seed_generators
 
 MAX_ROLLBACKS = 5
@@ -177,7 +177,7 @@ class Trainer(TrainingLoop):
         self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
-        batches = training_batches(self.config, self.components, self.world, self.progress)
+        batches = training_batches(self.config, self.model_and_data, self.world, self.progress)
         first = True
         with closing(batches), self.engine.batches.explaining():
             while self.progress.step < self.config.steps:

@@ -424,11 +424,13 @@ def test_the_trainer_and_a_loop_load_each_others_checkpoints(
     assert main([*arguments, "--steps=2", "--run-dir=run"]) == 0
     from distmp.config import load
     from distmp.distributed.world import World
-    from distmp.training.components import build_engine, prepare
+    from distmp.training.components import build_engine, build_model_and_data
 
     config = load(arguments)
     world = World.current("cpu")
-    engine = build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
+    engine = build_engine(
+        config, build_model_and_data(config, world), world, policy="fp32", attribution=False
+    )
     numbers = engine.load("run")
     assert (numbers["step"], numbers["samples"]) == (2, 16)
     state = snapshot(engine)

@@ -30,8 +30,8 @@ from distmp.errors import TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
-from distmp.training.build import _Builder
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
+from distmp.training.run import _Builder
 from distmp.training.run_directory import RunDirectory, create_run
 from distmp.training.run_lease import DirectoryChoice, this_job
 from tests import elastic, faulty_runs

@@ -21,8 +21,8 @@ from distmp.distributed.ranks import describe
 from distmp.engine.checkpoints import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import ConfigError, TrainingError, listed
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.run import Run
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
