@@ -27,7 +27,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
 from distmp.engine.setup import build_model
 from distmp.launcher.local import launch
-from distmp.optim.build import schedule_factory, weight_decay_groups
+from distmp.optim.factories import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize
 from distmp.telemetry.console import Console
 from distmp.telemetry.settings import LogConfig

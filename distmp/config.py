@@ -519,7 +519,7 @@ class RunConfig:
             ConfigError: If a name is unknown, or what it names does not take an option.
         """
         from distmp.models.metrics import find_metrics
-        from distmp.optim.build import optimizer_factory, schedule_factory
+        from distmp.optim.factories import optimizer_factory, schedule_factory
 
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):

@@ -24,7 +24,7 @@ from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig
-from distmp.parallel.build import build_strategy, resolve_strategy
+from distmp.parallel.build_strategy import build_strategy, resolve_strategy
 from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas

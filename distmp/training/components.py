@@ -17,7 +17,7 @@ from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
-from distmp.data.build import Datasets, build_datasets
+from distmp.data.datasets import Datasets, build_datasets
 from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.distributed.world import World
@@ -28,7 +28,7 @@ from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shard
 from distmp.models import adapters, huggingface
 from distmp.models.architecture import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.optim.factories import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model

@@ -16,7 +16,7 @@ from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World, local_device
-from distmp.parallel.build import resolve_strategy
+from distmp.parallel.build_strategy import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.policy import costs
