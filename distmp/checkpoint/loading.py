@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.storage import INDEX_FILE, all_or_checkpoint_error, named_step
-from distmp.distributed.ranks import Ranks, describe
+from distmp.distributed.failing_together import Ranks, describe
 from distmp.errors import LISTED, CheckpointError
 from distmp.utils.files import read_regular
 from distmp.utils.flat_shard import global_shape

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.distributed.ranks import describe
+from distmp.distributed.failing_together import describe
 from distmp.errors import CheckpointError
 from distmp.utils.files import read_regular
 

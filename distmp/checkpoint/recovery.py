@@ -15,7 +15,7 @@ from typing import NamedTuple
 from distmp.checkpoint import storage
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")

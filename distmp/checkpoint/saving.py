@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distmp.checkpoint import dcp, manifest, storage
 from distmp.checkpoint.settings import Retention
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import CheckpointError, listed
 from distmp.utils.files import PRIVATE
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from distmp.checkpoint.manifest import STATE_FILE
-from distmp.distributed.ranks import Failure, Ranks
+from distmp.distributed.failing_together import Failure, Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 # The index of the tensors, in the format of torch.distributed.checkpoint.

@@ -27,7 +27,7 @@ from distmp.checkpoint import saving, storage
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 from distmp.utils.processes import lower_priority

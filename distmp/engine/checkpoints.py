@@ -24,7 +24,7 @@ from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
-from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.data.evaluation import ForwardOnly
-from distmp.distributed.compare_ranks import raise_difference
+from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World

@@ -13,13 +13,13 @@ from torch import nn
 
 from distmp.data.dataloader import step_of
 from distmp.data.streams import StreamMicrobatches
-from distmp.distributed.compare_ranks import (
+from distmp.distributed.comparison import (
     describe_model,
     describe_param_groups,
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.engine.observers import EvaluationMode

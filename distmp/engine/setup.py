@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.compare_ranks import check_same, describe_model
-from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.comparison import check_same, describe_model
+from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.waiting import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.engine_config import EngineConfig

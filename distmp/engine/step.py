@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.observers import FirstStep

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.adamw import AdamW
 from distmp.optim.factories import NamedParameters, OptimizerFactory

@@ -16,8 +16,8 @@ from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.failing_together import describe
 from distmp.distributed.progress import SAVING, current_phase
-from distmp.distributed.ranks import describe
 from distmp.engine.checkpoints import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import ConfigError, TrainingError, listed
