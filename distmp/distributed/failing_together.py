@@ -1,4 +1,4 @@
-"""Runs work on all ranks, which fail together: all with the first cause, also if one has ended."""
+"""Runs work on all ranks, which fail together if one of them fails or has ended."""
 
 from __future__ import annotations
 
