@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.distributed.waiting import StepClock
+from distmp.distributed.wait_times import StepClock
 from distmp.distributed.world import World
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
+from distmp.engine.likely_mistakes import EvaluationMode, FirstStep
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
-from distmp.engine.observers import EvaluationMode, FirstStep
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.parts import EngineCalls, EngineParts
 from distmp.engine.replays import Replays

@@ -22,7 +22,7 @@ from distmp.distributed.comparison import (
 from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
-from distmp.engine.observers import EvaluationMode
+from distmp.engine.likely_mistakes import EvaluationMode
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.errors import TrainingError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distmp.distributed.comparison import check_same, describe_model
 from distmp.distributed.failing_together import explain_lost_peers
-from distmp.distributed.waiting import StepClock
+from distmp.distributed.wait_times import StepClock
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.engine_config import EngineConfig
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls

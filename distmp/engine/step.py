@@ -10,8 +10,8 @@ from torch import Tensor
 
 from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
+from distmp.engine.likely_mistakes import FirstStep
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.observers import FirstStep
 from distmp.engine.outcome import COUNTS, StepOutcome
 from distmp.engine.parts import EngineParts
 from distmp.engine.setup import EngineSetup

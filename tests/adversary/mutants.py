@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "a loss that is a mean is not noticed",
-        "distmp/engine/observers.py",
+        "distmp/engine/likely_mistakes.py",
         "if weight > 1 and is_mean(loss, weight, host_waits=True):",
         "if False:",
         "misuse",

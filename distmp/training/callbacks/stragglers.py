@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.waiting import STEPS, ComputeTime
+from distmp.distributed.wait_times import STEPS, ComputeTime
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
