@@ -25,7 +25,12 @@ from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.components import Progress, build_engine, prepare, training_batches
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
 
 CPU = torch.device("cpu")
 QUICKSTART = ("--config", "configs/quickstart.yaml")
@@ -103,7 +108,7 @@ def stepper(config: RunConfig, **changes: Any) -> Callable[[], object]:
 def _steps(
     config: RunConfig, world: World, policy: PrecisionPolicy, changes: dict[str, Any]
 ) -> Iterator[object]:
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy=policy, **changes)
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for batch in batches:

@@ -22,7 +22,7 @@ from torch import Tensor
 from distmp.distributed.world import World
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.settings import PHASES
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
     check_shapes,
@@ -100,10 +100,11 @@ class EngineState:
         nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
             the first step.
         max_norm: Clip the norm of the global gradient to this; None disables clipping. Not saved.
-        seed: Determines the random numbers of every step.
+        seed: Determines the random numbers of every step, together with `steps`.
+        steps: Number of steps taken, skipped ones included, as the host counts them.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         config = setup.config
         self._is_quiet = setup.world.rank != 0
         self._strategy = setup.strategy
@@ -119,6 +120,7 @@ class EngineState:
         )
         self.max_norm = config.max_norm
         self.seed = setup.first_seed
+        self.steps = 0
         self._factor: tuple[Tensor, float | None, Tensor] | None = None
 
     def backward_factor(self) -> Tensor:
@@ -128,11 +130,6 @@ class EngineState:
         if known is None or known[0] is not scale or known[1] != nominal:
             known = self._factor = scale, nominal, scale / (nominal or 1.0)
         return known[2]
-
-    @property
-    def steps(self) -> int:
-        """Number of steps taken, skipped ones included; the host waits for the device."""
-        return int(self.counts[:2].sum())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
@@ -273,7 +270,8 @@ class EngineState:
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])
-        self._products.continue_from(self.steps)
+        self.steps = int(self.counts[:2].sum())
+        self._products.continue_from_state()
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:
