@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from distmp.data.loading import Batch, Collate, collate_of, is_stream
+from distmp.data.loading import Batch, Collate, check_same_source, collate_of, is_stream
 from distmp.distributed.world import World
 
 
@@ -49,7 +50,7 @@ def evaluation_batches(
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
         groups = _grouped(islice(dataset, samples), microbatch_size)
-        yield from _own(groups, world, combine)
+        yield from _own(groups, world, combine, check=partial(_check_position, world))
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
@@ -64,18 +65,36 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def _own(groups: Iterator[list[Any]], world: World, read: Collate) -> Iterator[Batch | ForwardOnly]:
-    """Yield the microbatches of this rank, each read from its group of samples or indices."""
-    number = 0
+def _own(
+    groups: Iterator[list[Any]],
+    world: World,
+    read: Collate,
+    check: Callable[[int], None] = lambda samples: None,
+) -> Iterator[Batch | ForwardOnly]:
+    """Yield the microbatches of this rank, each read from its group of samples or indices.
+
+    Args:
+        groups: The groups of all ranks, one after the other.
+        world: The ranks.
+        read: Makes a microbatch of a group.
+        check: Called with the number of samples up to each microbatch, and at the end.
+    """
+    samples = 0
     first: list[Any] = []
-    own: list[Any] = []
-    for number, group in enumerate(groups, 1):
-        first = first or group[:1]
-        if (number - 1) % world.world_size == world.rank:
-            own = group
-        if number % world.world_size == 0:
-            yield read(own)
-            own = []
-    if number % world.world_size:  # the other ranks have one more microbatch
+    while True:
         # One sample is enough where only the forward has to happen.
-        yield read(own) if own else ForwardOnly(read(first))
+        taken: list[list[Any]] = []
+        for _, group in zip(range(world.world_size), groups, strict=False):
+            samples += len(group)
+            taken.append(group if len(taken) == world.rank else group[:1])
+        check(samples)
+        if not taken:
+            return
+        first = first or taken[0][:1]
+        yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(first))
+
+
+def _check_position(world: World, samples: int) -> None:
+    """Refuse streams of different lengths: ranks would leave out samples, or count them twice."""
+    if world.group is not None:
+        check_same_source(world.group, "dataset", f"{samples:,} samples of a stream")

@@ -163,6 +163,7 @@ class EngineParts:
             [parameter.requires_grad for parameter in self.parameters],
             self.modes.evaluating(),
             self.setup.buffers.shapes(),
+            updates.writes(),
         )
 
     def raise_difference(self) -> None:
@@ -190,5 +191,6 @@ class EngineParts:
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
             **describe_model(self.setup.strategy.module),
             **self.calls.weights,
+            "writes to weights": str(updates.writes()),
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
         }

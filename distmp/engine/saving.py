@@ -24,6 +24,8 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.ranks import Failure
+from distmp.distributed.roll_call import TIMED_OUT
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
@@ -211,7 +213,7 @@ class Saves:
         self._world.ranks.all_or_none(
             self.writer.check,
             catch=CheckpointError,
-            error=lambda failures, _: CheckpointError(failures[min(failures)].message),
+            error=lambda failures, _: CheckpointError(_first_cause(failures)),
         )
 
     def _open(self, engine: SavedEngine) -> None:
@@ -236,6 +238,12 @@ def _finish_all() -> None:
     error = getattr(sys, "last_value", None)  # the exception that ends the process, if any
     while _writing:
         _writing.pop().__exit__(type(error) if error else None, error, None)
+
+
+def _first_cause(failures: Mapping[int, Failure]) -> str:
+    """Return the message of a rank that did not only wait for others, if there is one."""
+    messages = [failures[rank].message for rank in sorted(failures)]
+    return min(messages, key=lambda message: TIMED_OUT in message)
 
 
 def _own_location(directory: str | Path, engine: SavedEngine) -> Path:

@@ -268,7 +268,7 @@ class EngineState:
         self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
-        self._strategy.publish_weights()
+        self._updates.end_load()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])

@@ -10,7 +10,7 @@ from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
 from distmp.optim.state import prepare_for_device_skip
 from distmp.parallel.matrices import place_matrices, place_shards
-from distmp.parallel.strategy import Strategy
+from distmp.parallel.strategy import Strategy, trainable
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 from distmp.utils.host_copy import cpu_number
@@ -50,7 +50,8 @@ class Updates:
         place_matrices(self.optimizer, strategy, self.names, device)
         place_shards(self.optimizer, strategy, self.names)
         self.skips_on_device = prepare_for_device_skip(self.optimizer)
-        self._updated = OptimizerTensors(self.optimizer, parameters)
+        trained = [parameter for _, parameter in trainable(strategy.module)]
+        self._updated = OptimizerTensors(self.optimizer, parameters, trained)
         self.learning_rates = LearningRates(
             self.optimizer, schedule, device, on_device=self.skips_on_device
         )
@@ -87,6 +88,16 @@ class Updates:
                     torch._foreach_div_(part.tensors, divisor)
             self._strategy.prepare_optimizer_grads()
             self._updated.step_in_place()
+        self._strategy.check_copies()
+        self._strategy.publish_weights()
+
+    def writes(self) -> int:
+        """Return how often other code has written to weights on this rank since the last load."""
+        return self._updated.writes()
+
+    def end_load(self) -> None:
+        """Derive the parameters of the module from weights that were loaded."""
+        self._updated.forget_writes()
         self._strategy.publish_weights()
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:
