@@ -19,9 +19,10 @@ from distmp.utils.host_copy import HostCopy
 # Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
 WRITTEN = (
-    "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
-    "weight; write to a model before you build the engine, use engine.load_state_dict, or change "
-    "engine.weights() between steps and call engine.publish_weights()"
+    "was written to (for example by model.load_state_dict, param.data.mul_(), in forward or in a "
+    "hook), but its value is copied from the optimizer's FP32 master weight; write to a model before "
+    "you build the engine, use engine.load_state_dict, or change engine.weights() between steps and "
+    "call engine.publish_weights()"
 )
 UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "
@@ -87,7 +88,7 @@ class OptimizerParameters:
         """
         current = versions(self._copies.values())
         if (name := _first_changed(self._copies, current, self._versions)) is not None:
-            raise ConfigError("model", name, WRITTEN.format("model.load_state_dict"))
+            raise ConfigError("model", name, WRITTEN)
 
     def watch_copies(self) -> None:
         """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
@@ -137,9 +138,7 @@ class _WatchedCopies:
             equal = self._comparisons.pop(0).read()
             for name, is_equal in zip(self._parameters, equal, strict=True):
                 if not is_equal:
-                    raise ConfigError(
-                        "model", name, WRITTEN.format("param.data.mul_(), or in forward")
-                    )
+                    raise ConfigError("model", name, WRITTEN)
 
 
 class _Flat(NamedTuple):

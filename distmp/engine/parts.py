@@ -191,6 +191,6 @@ class EngineParts:
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
             **describe_model(self.setup.strategy.module),
             **self.calls.weights,
-            "writes to weights": str(updates.writes()),
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
+            "writes to weights": str(updates.writes()),
         }
