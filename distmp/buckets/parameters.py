@@ -20,9 +20,9 @@ from distmp.utils.host_copy import HostCopy
 WATCHED_STEPS = 4
 WRITTEN = (
     "was written to (for example by model.load_state_dict, param.data.mul_(), in forward or in a "
-    "hook), but its value is copied from the optimizer's FP32 master weight; write to a model before "
-    "you build the engine, use engine.load_state_dict, or change engine.weights() between steps and "
-    "call engine.publish_weights()"
+    "hook), but its value is copied from the optimizer's FP32 master weight; write to a model "
+    "before you build the engine, use engine.load_state_dict, or change engine.weights() between "
+    "steps and call engine.publish_weights()"
 )
 UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.adamw import AdamW
-from distmp.optim.build import NamedParameters, OptimizerFactory
+from distmp.optim.factories import NamedParameters, OptimizerFactory
 from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
 from distmp.precision.policy import PrecisionPolicy
@@ -118,16 +118,16 @@ class OptimizerTensors:
         finally:
             self._is_stepping = False
 
+    def forget_writes(self) -> None:
+        """Count `writes` from 0 on."""
+        self._writes, self._version = 0, self._versions()
+
     def writes(self) -> int:
         """Return how often weights were written to in place, except by `step`."""
         version = self._versions()
         self._writes += version - self._version
         self._version = version
         return self._writes
-
-    def forget_writes(self) -> None:
-        """Count `writes` from 0 on."""
-        self._writes, self._version = 0, self._versions()
 
     def _versions(self) -> int:
         return sum(tensor._version for _, tensor in self._parameters)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
 from distmp.testing import classify, gradients
 from distmp.testing.losses import IGNORED, DefaultLoss, LossSum

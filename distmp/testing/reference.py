@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.collectives import all_gather, device_of_host_values
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, require
 from distmp.testing.classify import Array, SplitResult
 from distmp.testing.gradients import plain_model, plain_name, unwrapped

@@ -15,7 +15,7 @@ from distmp.errors import ConfigError
 from distmp.export.weights import StoredWeights
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback, TrainingLoop
-from distmp.training.components import build_engine, prepare
+from distmp.training.components import build_engine, build_model_and_data
 from tests.elastic import Job, run_jobs
 from tests.ranks import ranks
 from tests.reference import gathered
@@ -28,7 +28,9 @@ MODEL = f"{ReadsMemory.__module__}:{ReadsMemory.__qualname__}"
 def build(directory: Path, *options: str) -> None:
     """Build the model on the first of two ranks."""
     settings = [f"--model.name={MODEL}", f"--data.path={corpus(directory)}", *options]
-    prepare(load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None))
+    build_model_and_data(
+        load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_deferred_and_whole_models_have_equal_bits(tmp_path: Path) -> None:
 def test_ranks_that_find_other_weights_are_refused(tmp_path: Path) -> None:
     world = World.current("cpu")
     config = load(tiny(tmp_path / str(world.rank)))
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     assert parts.weights is None
     if world.rank == 1:  # as if only this machine had the files
         parts = parts._replace(weights=StoredWeights(tmp_path / "weights"))
