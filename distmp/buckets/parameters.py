@@ -18,6 +18,10 @@ from distmp.utils.host_copy import HostCopy
 
 # Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
+MOVED = (
+    "was moved to other memory (by model.to(), .data = or another engine), which the optimizer "
+    "does not step; change a model before you build the engine"
+)
 WRITTEN = (
     "was written to (for example by model.load_state_dict, param.data.mul_(), in forward or in a "
     "hook), but its value is copied from the optimizer's FP32 master weight; write to a model "
@@ -35,11 +39,12 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(operator.attrgetter("_version"), tensors))
 
 
-def _first_changed(names: Iterable[str], current: list[int], known: list[int]) -> str | None:
-    if current == known:
-        return None
-    changed = map(operator.ne, current, known)
-    return next(itertools.compress(names, changed))
+def _refuse_changed(
+    names: Iterable[str], current: list[int], known: list[int], problem: str
+) -> None:
+    if current != known:
+        changed = itertools.compress(names, map(operator.ne, current, known))
+        raise ConfigError("model", next(changed), problem)
 
 
 class OptimizerParameters:
@@ -60,6 +65,7 @@ class OptimizerParameters:
         self._addresses: list[int] = []
         self._copies: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []
+        self._watched: _WatchedCopies | None = None
 
     def _hold(self, name: str, parameter: nn.Parameter) -> None:
         self._held[name] = parameter
@@ -72,13 +78,7 @@ class OptimizerParameters:
             ConfigError: Naming the first one.
         """
         addresses = list(map(Tensor.data_ptr, self._held.values()))
-        if (name := _first_changed(self._held, addresses, self._addresses)) is not None:
-            raise ConfigError(
-                "model",
-                name,
-                "was moved to other memory (by model.to(), .data = or another engine), which the "
-                "optimizer does not step; change a model before you build the engine",
-            )
+        _refuse_changed(self._held, addresses, self._addresses, MOVED)
 
     def check_copies(self) -> None:
         """Refuse values of 16-bit copies that were not published, which would be lost.
@@ -86,12 +86,15 @@ class OptimizerParameters:
         Raises:
             ConfigError: Naming the first one.
         """
-        current = versions(self._copies.values())
-        if (name := _first_changed(self._copies, current, self._versions)) is not None:
-            raise ConfigError("model", name, WRITTEN)
+        _refuse_changed(self._copies, versions(self._copies.values()), self._versions, WRITTEN)
+        if self._watched is not None:
+            self._watched.check()
 
     def watch_copies(self) -> None:
-        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
+        """Let `check_copies` find writes through `.data` in the next steps."""
+        if self._copies:
+            # Each step compares before its forward, after its backward and after its update.
+            self._watched = _WatchedCopies(self._copies, 3 * WATCHED_STEPS)
 
     def round_gradients(self) -> None:
         """Round gradients to the dtype of 16-bit weights that the optimizer updates."""
@@ -101,7 +104,7 @@ class OptimizerParameters:
 
 
 class _WatchedCopies:
-    """Finds writes to copies of master weights, also in a forward and through `.data`.
+    """Finds writes to copies of master weights, also through `.data`.
 
     The host reads the result of a comparison when it is complete, so it does not wait.
 
@@ -194,7 +197,6 @@ class FlatParameters(OptimizerParameters):
         self._buckets = buckets
         self._flat: list[_Flat] = []
         self._published: list[int] = []
-        self._watched: _WatchedCopies | None = None
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
                 self._flatten(index, layout, values)
@@ -212,22 +214,6 @@ class FlatParameters(OptimizerParameters):
         super().check_storage()
         if versions(flat.updated for flat in self._flat) != self._published:
             raise TrainingError(UNPUBLISHED)
-
-    def check_copies(self) -> None:
-        """Refuse values of 16-bit copies that were not published, which would be lost.
-
-        Raises:
-            ConfigError: Naming the first one.
-        """
-        super().check_copies()
-        if self._watched is not None:
-            self._watched.check()
-
-    def watch_copies(self) -> None:
-        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
-        if self._copies:
-            # Each step compares before its forward, after its backward and after its update.
-            self._watched = _WatchedCopies(self._copies, 3 * WATCHED_STEPS)
 
     @torch.no_grad()
     def publish_weights(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -50,7 +49,7 @@ def evaluation_batches(
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
         groups = _grouped(islice(dataset, samples), microbatch_size)
-        yield from _own(groups, world, combine, check=partial(_check_position, world))
+        yield from _own(groups, world, combine, compared=True)
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
@@ -66,10 +65,7 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _own(
-    groups: Iterator[list[Any]],
-    world: World,
-    read: Collate,
-    check: Callable[[int], None] = lambda samples: None,
+    groups: Iterator[list[Any]], world: World, read: Collate, *, compared: bool = False
 ) -> Iterator[Batch | ForwardOnly]:
     """Yield the microbatches of this rank, each read from its group of samples or indices.
 
@@ -77,24 +73,18 @@ def _own(
         groups: The groups of all ranks, one after the other.
         world: The ranks.
         read: Makes a microbatch of a group.
-        check: Called with the number of samples up to each microbatch, and at the end.
+        compared: Whether ranks compare the number of samples up to each microbatch, and at the end:
+            streams of different lengths would leave out samples, or count them twice.
     """
     samples = 0
-    first: list[Any] = []
     while True:
         # One sample is enough where only the forward has to happen.
         taken: list[list[Any]] = []
         for _, group in zip(range(world.world_size), groups, strict=False):
             samples += len(group)
             taken.append(group if len(taken) == world.rank else group[:1])
-        check(samples)
+        if compared and world.group is not None:
+            check_same_source(world.group, "dataset", f"{samples:,} samples of a stream")
         if not taken:
             return
-        first = first or taken[0][:1]
-        yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(first))
-
-
-def _check_position(world: World, samples: int) -> None:
-    """Refuse streams of different lengths: ranks would leave out samples, or count them twice."""
-    if world.group is not None:
-        check_same_source(world.group, "dataset", f"{samples:,} samples of a stream")
+        yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(taken[0]))

@@ -12,9 +12,9 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from distmp.engine.state import SCHEDULE, TensorSpec
 from distmp.errors import (
     CheckpointError,
     ConfigError,
-    SetupError,
     TrainingError,
     listed,
     require,
@@ -42,8 +41,6 @@ from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 
 logger = logging.getLogger("distmp")
-
-T = TypeVar("T")
 
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
@@ -177,9 +174,8 @@ class Saves:
         wait: bool,
     ) -> Path:
         """Write a checkpoint, see `Engine.save`."""
-        location, retention, own = _on_all_ranks(
-            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers)),
-            self._world,
+        location, retention, own = self._world.ranks.all_or_own_error(
+            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers))
         )
         _owners[str(location.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
@@ -214,7 +210,7 @@ class Saves:
         self._world.ranks.all_or_none(
             self.writer.check,
             catch=CheckpointError,
-            error=lambda failures, _: CheckpointError(_first_cause(failures)),
+            error=lambda failures, _: _first_cause(failures.values()),
         )
 
     def _open(self, engine: SavedEngine) -> None:
@@ -241,10 +237,9 @@ def _finish_all() -> None:
         _writing.pop().__exit__(type(error) if error else None, error, None)
 
 
-def _first_cause(failures: Mapping[int, Failure]) -> str:
-    """Return the message of a rank that did not only wait for others, if there is one."""
-    messages = [failures[rank].message for rank in sorted(failures)]
-    return min(messages, key=lambda message: TIMED_OUT in message)
+def _first_cause(failures: Iterable[Failure]) -> CheckpointError:
+    """Return the error of a rank that did not only wait for others, if there is one."""
+    return CheckpointError(min((f.message for f in failures), key=lambda text: TIMED_OUT in text))
 
 
 def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
@@ -285,21 +280,6 @@ def _retention(keep: int | None) -> Retention:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigError("keep", keep, "use 1 or more checkpoints, or None to keep all")
     return Retention(keep)
-
-
-def _on_all_ranks(work: Callable[[], T], world: World) -> T:
-    """Return the result of `work`, which checks arguments; fail on all ranks if it fails on one.
-
-    Raises:
-        ConfigError: The error of `work` on this rank.
-        SetupError: If `work` failed on other ranks only.
-    """
-    try:
-        return world.ranks.all_or_none(work, catch=ConfigError)
-    except SetupError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise
 
 
 def _data_position(own: Mapping[str, Any]) -> dict[str, int]:

@@ -267,7 +267,8 @@ class EngineState:
         self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
-        self._updates.end_load()
+        self._updates.tensors.forget_writes()
+        self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])

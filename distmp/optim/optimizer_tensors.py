@@ -75,22 +75,20 @@ class OptimizerTensors:
     Args:
         optimizer: The optimizer.
         parameters: The tensors that it updates, `[(name, tensor), ...]`.
-        trained: The parameters of the model, in the same order; others, if they are copies.
+        model: Its trained parameters are these tensors, or copies, in the same order.
 
     Attributes:
         optimizer: The optimizer.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: NamedParameters,
-        trained: Sequence[nn.Parameter],
+        self, optimizer: torch.optim.Optimizer, parameters: NamedParameters, model: nn.Module
     ) -> None:
         self.optimizer = optimizer
         self._parameters = parameters
         # Parameters whose `.grad` the optimizer does not read, and those whose `.grad` is rounded
         # for it, so that a later write to it is lost, too.
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         pairs = [(p, t) for p, (_, t) in zip(trained, parameters, strict=True) if p is not t]
         self._unread = [parameter for parameter, _ in pairs]
         self._rounded = [p for p, tensor in pairs if tensor.dtype != torch.float32]

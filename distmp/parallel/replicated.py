@@ -189,8 +189,8 @@ def _check_embeddings(module: nn.Module) -> None:
             raise ConfigError(
                 "model",
                 name,
-                f"has max_norm={part.max_norm}, which would change different rows of its weight on "
-                "each rank; normalize what it returns instead",
+                f"has max_norm={part.max_norm}, which would change other rows on each rank; "
+                "normalize what it returns instead",
             )
 
 

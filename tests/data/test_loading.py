@@ -164,7 +164,7 @@ def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
 def test_any_sample_can_serve_as_padding() -> None:
     counted, forward_only = evaluate(Pairs(6))
     assert counted[0].flatten().tolist() == [2, 3]
-    assert [part.tolist() for part in forward_only.batch] == [[[0]], [[0.0]]]
+    assert [part.tolist() for part in forward_only.batch] == [[[4]], [[4.0]]]
 
 
 def test_divisible_dataset_needs_no_padding() -> None:
