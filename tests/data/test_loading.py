@@ -183,7 +183,7 @@ def test_dataset_builds_microbatches_in_training_and_evaluation() -> None:
     part: Any = torch.utils.data.Subset(Collated(20), range(10, 16))  # type: ignore[arg-type]
     nested = torch.utils.data.Subset(part, range(6))
     for dataset in (part, nested):
-        expected = [[10 + 11], [14 + 15]], [[12 + 13], [10]]
+        expected = [[10 + 11], [14 + 15]], [[12 + 13], [14]]
         for rank in (0, 1):
             found = [
                 (batch.batch if isinstance(batch, ForwardOnly) else batch)["targets"].tolist()
