@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class OptimizerTensors:
     ) -> None:
         self.optimizer = optimizer
         self._parameters = parameters
+        self._weights = [tensor for _, tensor in parameters]
         # Parameters whose `.grad` the optimizer does not read, and those whose `.grad` is rounded
         # for it, so that a later write to it is lost, too.
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -128,7 +130,7 @@ class OptimizerTensors:
         return self._writes
 
     def _versions(self) -> int:
-        return sum(tensor._version for _, tensor in self._parameters)
+        return sum(map(attrgetter("_version"), self._weights))
 
     def step_in_place(self) -> None:
         """Step the optimizer, and check that it has written to the memory of its tensors.
@@ -180,7 +182,7 @@ class OptimizerTensors:
     def _gradient_ids(self) -> list[int]:
         """Return what changes if other code assigns a gradient that the optimizer does not read."""
         rounded = [getattr(parameter.grad, "_version", -1) for parameter in self._rounded]
-        return [*rounded, *(id(parameter.grad) for parameter in self._unread)]
+        return [*rounded, *map(id, map(attrgetter("grad"), self._unread))]
 
     def _end_step(self, *_: object) -> None:
         self._version = self._versions()
