@@ -16,7 +16,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import require
 from distmp.testing import classify, gradients
 from distmp.testing.losses import IGNORED, DefaultLoss, LossSum
-from distmp.testing.recording import Forward, ForwardRecord, recorded_steps
+from distmp.testing.recording import Forward, Microbatch, Step, recorded_steps
 from distmp.testing.reference import Reference
 
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -93,10 +93,9 @@ def check_gradient(
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
         each = len(parts) // ranks.world_size
         own = parts[ranks.rank * each :][:each]
-        record, measured = _recorded(train_step, model, [*map(collate or default_collate, own)])
-        mean = {} if other is None else other.replay(record).mean()
-        exact = wanted.replay(record, exact=True)
-        results.append(exact.compared(name, max_norm, measured, extra, mean))
+        step = _recorded(train_step, model, [*map(collate or default_collate, own)])
+        step.former, step.max_norm = other.mean(step) if other else {}, max_norm
+        results.append(wanted.compared(name, step, extra, exact=True))
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
@@ -105,22 +104,24 @@ def check_gradient(
         raise classify.GradientError(problem, found)
 
 
-def _recorded(
-    train_step: TrainStep, model: nn.Module, batches: Sequence[Any]
-) -> tuple[ForwardRecord, dict[str, Tensor | None]]:
+def _recorded(train_step: TrainStep, model: nn.Module, batches: Sequence[Any]) -> Step:
     """Return what a training step used, and the full gradients; every rank has to call it."""
-    record = ForwardRecord(state=gradients.full_state(model))
+    step = Step(state=gradients.full_state(model))
     gradients.remove_gradients(model)
-    with recorded_steps(model, lambda: record), torch.random.fork_rng():
+    with recorded_steps(model, lambda: step, step.collectives), torch.random.fork_rng():
         returned = train_step(model, copy.deepcopy([*batches]))
     names = gradients.named_parameters(model).keys()
     given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+    step.gradients, forwards = gradients.full_gradients(model, given), step.forwards
     # With another number of forwards, it is unknown which belongs to which microbatch.
-    known = len(record.forwards) == len(batches)
-    states = [each.generators for each in record.forwards] if known else [()] * len(batches)
-    autocast = next((each.autocast for each in record.forwards if each.autocast), None)
-    record.forwards = [Forward([b], {}, s, autocast) for b, s in zip(batches, states, strict=True)]
-    return record, gradients.full_gradients(model, given)
+    known = len(forwards) == len(batches)
+    states = [each.generators for each in forwards] if known else [()] * len(batches)
+    autocast = next((each.autocast for each in forwards if each.autocast), None)
+    step.microbatches = [
+        Microbatch([Forward([batch], {}, state, autocast)])
+        for batch, state in zip(batches, states, strict=True)
+    ]
+    return step
 
 
 # Relative numbers of samples of consecutive microbatches.

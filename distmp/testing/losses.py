@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,34 +33,10 @@ def is_loss(function: Any, args: Sequence[Any] = (), kwargs: Any = None) -> bool
     return is_mean or function in _FUNCTIONS
 
 
-class LossCalls(TorchFunctionMode):
-    """Lists calls of loss functions: function, arguments and keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if is_loss(func) and result.requires_grad:
-            self.calls.append((func, args, kwargs or {}))
-        return result
-
-
-@torch.no_grad()
-def number_of_losses(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, str]:
-    """Return how much each loss of a call counts in their mean, and the reduction."""
-    if function not in _FUNCTIONS:
-        return torch.ones_like(args[0]), "mean"
-    arguments = _bound(function, args, kwargs)
-    if arguments["reduction"] == "batchmean":
-        return torch.ones(len(arguments["input"])), "mean"
-    counted = _counted(arguments)
-    counted = torch.ones_like(_single(function, arguments)) if counted is None else counted
-    return counted, arguments["reduction"]
-
-
-def _bound(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    if function not in _FUNCTIONS:  # a mean of all elements
+        return {"input": args[0].flatten(), "reduction": "batchmean"}
     found = inspect.signature(function).bind(*args, **kwargs)
     found.apply_defaults()
     return found.arguments
@@ -70,11 +47,14 @@ def _single(function: Any, arguments: dict[str, Any]) -> Tensor:
     return losses
 
 
-def _counted(arguments: dict[str, Any]) -> Tensor | None:
-    """Return how much each integer label counts; None without such labels."""
+@torch.no_grad()
+def counted(function: Any, arguments: dict[str, Any]) -> Tensor:
+    """Return how much each loss of a call counts in their mean."""
+    if arguments["reduction"] == "batchmean":
+        return torch.ones(len(arguments["input"]))
     target, ignored = arguments.get("target"), arguments.get("ignore_index")
     if target is None or ignored is None or target.is_floating_point():
-        return None
+        return torch.ones_like(_single(function, arguments))
     kept, weight = target != ignored, arguments["weight"]
     return kept if weight is None else weight[target.where(kept, 0)] * kept
 
@@ -99,6 +79,21 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
     return total, weight
 
 
+class _LossCalls(TorchFunctionMode):
+    """Lists calls of loss functions: function, and arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_loss(func) and result.requires_grad:
+            self.calls.append((func, bound(func, args, kwargs or {})))
+        return result
+
+
+@dataclass(frozen=True)
 class DefaultLoss:
     """The sum of the losses of a microbatch, and their number.
 
@@ -106,36 +101,35 @@ class DefaultLoss:
     and integer labels. The loss is the one of torch that the model calls, or the cross entropy over
     labels other than -100.
 
-    Args:
+    Attributes:
         of_samples: Whether it is the sum of the mean losses of samples, and their number.
     """
 
-    def __init__(self, *, of_samples: bool = False) -> None:
-        self._of_samples = of_samples
+    of_samples: bool = False
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return loss sum and weight of a microbatch."""
         if isinstance(batch, Mapping) and "labels" in batch:
-            with LossCalls() as losses:
+            with _LossCalls() as losses:
                 model(**batch)
             problem = f"are not one; {PASS}"
             require(len(losses.calls) == 1, "loss functions in forward", len(losses.calls), problem)
-            function, *call = losses.calls[0]
-            return self._summed(function, _bound(function, *call), len(batch["labels"]))
+            return self._summed(*losses.calls[0], len(batch["labels"]))
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             logits = model(batch[0]).flatten(0, -2)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            arguments = _bound(F.cross_entropy, [logits, labels.flatten()], {})
+            arguments = bound(F.cross_entropy, [logits, labels.flatten()], {})
             return self._summed(F.cross_entropy, arguments, len(labels))
         keys = [*batch] if isinstance(batch, Mapping) else type(batch).__name__
         problem = f"neither a mapping with labels nor inputs and integer labels; {PASS}"
         raise ConfigError("microbatch", keys, problem)
 
-    def _summed(self, function: Any, arguments: Any, samples: int) -> tuple[Tensor, Tensor]:
-        losses, counted = _single(function, arguments), _counted(arguments)
-        counted = torch.ones_like(losses) if counted is None else counted
-        losses, tokens = (each.reshape(samples, -1).sum(1) for each in (losses, counted))
-        if self._of_samples:
+    def _summed(
+        self, function: Any, arguments: dict[str, Any], samples: int
+    ) -> tuple[Tensor, Tensor]:
+        each = _single(function, arguments), counted(function, arguments)
+        losses, tokens = (part.reshape(samples, -1).sum(1) for part in each)
+        if self.of_samples:
             return (losses / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
         return losses.sum(), tokens.sum()

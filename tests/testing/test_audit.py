@@ -163,11 +163,9 @@ def test_right_loops_of_one_process(train_step: Callable[..., Any]) -> None:
 
 @ranks(2)
 def test_loops_of_two_ranks() -> None:
-    # A sum of several microbatches does not show where it was rounded.
-    also = {"reduced_in_16_bits": "summed_in_16_bits"}
     for kind, train_step in scripts.distributed_wrong():
         report = audited_loop(make_model(), train_step)
-        assert also.get(kind, kind) in kinds(report), f"{kind}: {report}"
+        assert kind in kinds(report), f"{kind}: {report}"
     for train_step in (scripts.token_mean, scripts.ddp_no_sync, scripts.global_mean):
         report = audited_loop(make_model(), train_step)
         assert report.exit_code == 0, str(report)
@@ -192,7 +190,7 @@ def penalty(model: nn.Module) -> Tensor:
         (lambda model, batch: squares(model, batch) / 2, "unless half the loss is wanted"),
         (
             lambda model, batch: 3 * squares(model, batch),
-            "constant: 3 (2 off, relative); unless the",
+            "constant: 3; unless the",
         ),
         (
             lambda model, batch: squares(model, batch) + penalty(model),
@@ -330,7 +328,7 @@ def test_parts_that_are_clipped_separately_are_not_decided() -> None:
     for clip in (clip_some, clip_each):
         report = audited(Labelled(), token_mean, clip)
         assert report.exit_code == 2
-        assert report.undecided[0].endswith("parts of the gradient are clipped separately")
+        assert "parts of the gradient are clipped separately" in report.undecided[0]
 
 
 def test_a_gradient_of_the_step_before() -> None:
