@@ -28,9 +28,8 @@ from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
-from distmp.testing.losses import LossSum
 from distmp.testing.recording import ByName, Step, recorded_steps
-from distmp.testing.reference import Reference
+from distmp.testing.reference import LossSum, Reference
 from distmp.utils.tensor_trees import checksum
 
 
@@ -92,7 +91,7 @@ class Audit:
     def __init__(self, model: nn.Module, optimizer: Any, loss_sum: LossSum | None) -> None:
         self._model, self._optimizer, self._loss_sum = model, optimizer, loss_sum
         self._collectives: Counter[str] = Counter()
-        self._current = Step(collectives=self._collectives)
+        self._current = Step(self._collectives)
         self._steps: list[Step] = []
         # Of each update: whether it was skipped, and the learning rates at it.
         self._rates: list[tuple[bool, list[float]]] = []
@@ -203,7 +202,7 @@ class Audit:
 
     def _update(self, found: ByName, scale: Any = None, *, skipped: bool) -> None:
         self._rates.append((skipped, self._learning_rates()))
-        step, self._current = self._current, Step(collectives=self._collectives)
+        step, self._current = self._current, Step(self._collectives)
         if not skipped:
             step.gradients = _copied(found, scale or 1.0)
             self._unused += step.end()
@@ -307,8 +306,8 @@ def _copied(found: ByName, scale: Any = 1.0) -> ByName:
 
 def _may_be_halved(step: Step) -> bool:
     """Return whether people often take a half of the loss: of a square, or a sum of two."""
-    squares = {"mse_loss", "mean"}.intersection(loss.function for loss in step.losses)
-    return bool(squares) or len(step.losses) > len(step.forwards)
+    losses = [loss.function for forward in step.forwards for loss in forward.losses]
+    return not {"mse_loss", "mean"}.isdisjoint(losses) or len(losses) > len(step.forwards)
 
 
 def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMismatch]:

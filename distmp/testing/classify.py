@@ -21,8 +21,6 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _TOLERANCE = 2e-5
 # Error of a parameter relative to the whole gradient, where its own is nothing but rounding errors.
 _FLOOR = 1e-6
-# A gradient whose rounding error is above this share shows nothing but rounding.
-_NOISE = 0.1
 # Relative error of 16-bit sums of few terms.
 _ROUNDED = 2.0**-6
 
@@ -243,13 +241,6 @@ class _Predictions:
         found = [self.products[name] for name in names if name in self.products]
         return np.sum([np.zeros((len(self.measured),) * 2), *found], 0)
 
-    def shows(self, name: str) -> bool:
-        """Return whether there is a gradient that shows more than rounding errors."""
-        products, noise = self.products.get(name), self.split.noise.get(name, 0.0)
-        return products is not None and (
-            noise <= _NOISE or products[-1, -1] > 1e-4 * self._products[-1, -1]
-        )
-
     def lacks(self, name: str) -> bool:
         """Return whether there is no gradient, although there should be."""
         products = self.summed([name])
@@ -257,8 +248,7 @@ class _Predictions:
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""
-        noise = [self.split.noise.get(name, 0.0) for name in names]
-        return min(_NOISE, _TOLERANCE + 2 * max(noise, default=0.0))
+        return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
     def fits(self, name: str) -> set[tuple[int, int]]:
         """Return the predictions that a parameter's gradient agrees with: kind and factor."""
@@ -303,8 +293,10 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
     names = dict.fromkeys(name for each in predictions for name in each.products)
-    fits = {n: [each.fits(n) for each in predictions if each.shows(n)] for n in names}
-    labels = {name: set.intersection(*each) for name, each in fits.items() if each}
+    labels = {
+        name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
+        for name in names
+    }
     left = [name for name, found in labels.items() if (0, 0) not in found]
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
@@ -353,11 +345,10 @@ def _common_factor(
     """Explain gradients that are parallel to the wanted ones."""
     found = []
     for each in predictions:
-        shown = [name for name in names if each.shows(name)]
-        products = each.summed(shown)
+        products = each.summed(names)
         wanted, measured = _norm(products, np.stack([each.wanted, each.measured]))
         cosine = each.wanted @ products[-1] / (wanted * measured or 1.0)
-        if 1 - cosine**2 > each.allowed(shown) ** 2:
+        if 1 - cosine**2 > each.allowed(names) ** 2:
             return None
         found.append((cosine * measured / wanted, measured))
     factors, norms = np.transpose(found)
@@ -393,11 +384,10 @@ def _counted(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple
         if 1 - counts @ inner / products[-1, -1] > (1e-3 + each.allowed(names)) ** 2:
             return None
         norms.append(_norm(gram, np.repeat(np.eye(len(w)), w.shape[1], 1) * counts))
-        shares = (counts.reshape(w.shape) * w.sum())[w > 0]
+        shares = np.where(w > 0, counts.reshape(w.shape) * w.sum(), 1)
         if np.abs(shares - 1).max() > 1e-2:
-            places = zip(np.argwhere(w), shares, strict=True)
-            counted = [f"microbatch {m} of rank {r} counts {s:.3g}" for (r, m), s in places]
-            texts.append(f", with {each.split.name}: {'; '.join(counted)} instead of 1")
+            shown = np.array2string(shares, precision=3, separator=", ").replace("\n", "")
+            texts.append(f", with {each.split.name}: {shown} by rank instead of 1")
     clipped = np.array(norms) > 0.999 * np.max(norms)
     if clipped.any(1).all() and clipped.sum() > 1:
         return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
@@ -408,14 +398,15 @@ def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMi
     """Combine the diagnoses of all ranks; every rank gets the same."""
     # On the rank whose data the others have, it looks as if gradients were never reduced.
     shared = any(each.kind == "same_data" for mismatches in by_rank for each in mismatches)
-    found: dict[tuple[str, tuple[str, ...]], list[tuple[int, GradientMismatch]]] = {}
+    found: dict[tuple[str, tuple[str, ...]], dict[int, GradientMismatch]] = {}
     for rank, mismatches in enumerate(by_rank):
         for each in mismatches:
             if shared and each.kind == "own_rank":
                 each = mismatch("same_data", each.parameters, size=each.size)
-            found.setdefault((each.kind, each.parameters), []).append((rank, each))
+            found.setdefault((each.kind, each.parameters), {})[rank] = each
     combined = []
     for same in found.values():
-        where = "" if len(same) == len(by_rank) else f", on {rank_names([r for r, _ in same])}"
-        combined.append(replace(same[0][1], text=f"{same[0][1].text}{where}"))
+        each, where = next(iter(same.values())), f", on {rank_names(same)}"
+        text = each.text if len(same) == len(by_rank) else each.text + where
+        combined.append(replace(each, text=text))
     return combined

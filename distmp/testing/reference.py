@@ -8,6 +8,8 @@ gradients in float64 show how much of a difference that arithmetic explains.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +21,16 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import require
 from distmp.testing.classify import Array, SplitResult
 from distmp.testing.gradients import plain_model, plain_name, unwrapped
-from distmp.testing.losses import LossSum, loss_and_weight
-from distmp.testing.recording import Microbatch, Step, replaced_outputs
+from distmp.testing.recording import PASS, Forward, Step, replaced_outputs
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
+# Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
+LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 Cast = Callable[[Tensor], Tensor]
 # Rows that fit into the cache, and elements that show the factors of shards.
 _CHUNK, _SHOWN = 2**16, 1024
+# Reductions of more than 16 elements.
+_IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
 
 
 class Reference:
@@ -54,7 +59,7 @@ class Reference:
         ideal = self._of_all_ranks(step, torch.float64)[1] if exact else {}
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
-        split.reduction = step.reduction
+        split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]
         split.is_unlike = not bool(ratios.isclose(ratios[:1], rtol=0.01).all())
         for name, each in stacked.items():
@@ -91,11 +96,11 @@ class Reference:
         """Return weight and other losses, and FP32 gradients of loss sums of own microbatches."""
         tensors, cast = self._tensors(step, compute)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
-        numbers = torch.zeros(len(step.microbatches), 2, dtype=torch.float64)
+        numbers = torch.zeros(len(step.forwards), 2, dtype=torch.float64)
         stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
         plain = plain_model(self._model, tensors, step.training)
         with torch.random.fork_rng(), torch.enable_grad(), plain:
-            for index, each in enumerate(step.microbatches):
+            for index, each in enumerate(step.forwards):
                 weight, factor, others = self._backward(each, cast, compute)
                 numbers[index] = torch.tensor([weight, others])
                 for name, tensor in trained.items():
@@ -109,35 +114,32 @@ class Reference:
         return numbers, stacked
 
     def _backward(
-        self, microbatch: Microbatch, cast: Cast, compute: torch.dtype | None
+        self, forward: Forward, cast: Cast, compute: torch.dtype | None
     ) -> tuple[float, float, float]:
         """Compute the gradients that training has.
 
         Returns:
             The weight, what makes the gradients those of the loss sum, and the scale of others.
         """
-        weight, scale, others = 1.0, 1.0, 0.0
-        if self._loss_sum is None:
-            weight, scale, others = microbatch.weight_and_scales()
-        for forward in microbatch.forwards if weight else ():
-            setters = torch.set_rng_state, torch.cuda.set_rng_state
-            for state, setter in zip(forward.generators, setters, strict=False):
-                setter(state)
-            dtype = None if compute is torch.float64 else forward.autocast
-            with torch.autocast(self._device, dtype, dtype is not None, False):
-                if self._loss_sum is None:
-                    args, kwargs = map_tensors(cast, [forward.args, forward.kwargs])
-                    outputs: list[Tensor] = []
-                    replaced_outputs(outputs.append, self._model(*args, **kwargs))
-                    used = [(outputs[i], g.to(outputs[i])) for i, g in forward.gradients.items()]
-                else:
-                    batch = map_tensors(cast, forward.batch)
-                    total, weight = loss_and_weight(self._loss_sum, self._model, batch)
-                    # Of the mean, as most training code: 16-bit backward rounds it in the same way.
-                    scale = 1 / (weight or 1.0)
-                    used = [(total, torch.full_like(total, scale))] if weight else []
-            if used:
-                torch.autograd.backward(*zip(*used, strict=True))
+        setters = torch.set_rng_state, torch.cuda.set_rng_state
+        for state, setter in zip(forward.generators, setters, strict=False):
+            setter(state)
+        dtype = None if compute is torch.float64 else forward.autocast
+        with torch.autocast(self._device, dtype, dtype is not None, False):
+            if self._loss_sum is None:
+                weight, scale, others = forward.weight_and_scales()
+                args, kwargs = map_tensors(cast, [forward.args, forward.kwargs])
+                outputs: list[Tensor] = []
+                replaced_outputs(outputs.append, self._model(*args, **kwargs))
+                used = [(outputs[i], g.to(outputs[i])) for i, g in forward.gradients.items()]
+            else:
+                batch = map_tensors(cast, forward.batch)
+                total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+                # Of the mean, as most training code: 16-bit backward rounds it in the same way.
+                scale, others = 1 / (weight or 1.0), 0.0
+                used = [(total, torch.full_like(total, scale))]
+        if weight:
+            torch.autograd.backward(*zip(*used, strict=True))
         return weight, 1 / (scale or 1.0), others
 
     def _tensors(self, step: Step, compute: torch.dtype | None) -> tuple[dict[str, Tensor], Cast]:
@@ -146,13 +148,29 @@ class Reference:
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
         held = {name: step.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
-        dtypes = {tensor.dtype for name, tensor in held.items() if name in trained}
         # FSDP casts parameters and inputs.
-        other = compute if compute not in dtypes else None
-        cast = (lambda t: t) if other is None else floating_point_cast(other)
+        is_cast = compute not in (None, *(held[name].dtype for name in trained))
+        cast: Cast = floating_point_cast(compute) if is_cast else lambda tensor: tensor
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
         # `loss_sum` may change its inputs in place.
         return copies, lambda tensor: cast(tensor.to(device, copy=True))
+
+
+def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """Return the loss sum of a microbatch, and its weight.
+
+    Raises:
+        ConfigError: If they are not a loss and a number.
+    """
+    found: Any = loss_sum(model, batch)
+    try:
+        total, weight = found[0], float(found[1])
+        valid = 0 < weight < math.inf or (weight == 0 and not total.any())
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        valid = False
+    problem = f"{PASS}, as a pair; a weight of 0 only with a loss of 0"
+    require(valid, "what loss_sum returns", found, problem)
+    return total, weight
 
 
 def _mean(stacked: Tensor, weights: Tensor) -> Tensor:
