@@ -28,7 +28,8 @@ from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
-from distmp.testing.recording import ByName, Step, recorded_steps
+from distmp.testing.gradients import ByName
+from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
 from distmp.utils.tensor_trees import checksum
 

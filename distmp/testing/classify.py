@@ -244,7 +244,7 @@ class _Predictions:
     def lacks(self, name: str) -> bool:
         """Return whether there is no gradient, although there should be."""
         products = self.summed([name])
-        return not products[-1, -1] and _norm(products, self.wanted) > 0
+        return bool(products[-1, -1] == 0 < _norm(products, self.wanted))
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""

@@ -131,12 +131,13 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
     return None if gradient is None else _full(gradient).to_dense()
 
 
+@torch.no_grad()
 def _full(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "ds_id"):  # ZeRO-3
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([tensor]):
-            return tensor.detach().clone()
+            return tensor.clone()
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 

@@ -139,7 +139,7 @@ class Reference:
                 scale, others = 1 / (weight or 1.0), 0.0
                 used = [(total, torch.full_like(total, scale))]
         if weight:
-            torch.autograd.backward(*zip(*used, strict=True))
+            torch.autograd.backward([each for each, _ in used], [each for _, each in used])
         return weight, 1 / (scale or 1.0), others
 
     def _tensors(self, step: Step, compute: torch.dtype | None) -> tuple[dict[str, Tensor], Cast]:
@@ -148,9 +148,10 @@ class Reference:
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
         held = {name: step.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
+        dtypes = {held[name].dtype for name in trained}
         # FSDP casts parameters and inputs.
-        is_cast = compute not in (None, *(held[name].dtype for name in trained))
-        cast: Cast = floating_point_cast(compute) if is_cast else lambda tensor: tensor
+        other = compute if compute not in dtypes else None
+        cast = (lambda t: t) if other is None else floating_point_cast(other)
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
         # `loss_sum` may change its inputs in place.
         return copies, lambda tensor: cast(tensor.to(device, copy=True))

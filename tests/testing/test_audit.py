@@ -213,6 +213,30 @@ def test_loss_functions_of_loops(loss: Callable[..., Tensor], expected: str) -> 
     assert expected in str(report)
 
 
+def test_losses_whose_relative_weights_vary_are_not_decided() -> None:
+    def train_step(model: nn.Module, batches: scripts.Microbatches) -> None:
+        total = scripts.tokens_of(batches)
+        for tokens, labels in batches:
+            logits = model(tokens)
+            loss = F.cross_entropy(logits.mT, labels, reduction="sum") / total
+            other = F.mse_loss(logits[..., 0], tokens.float())  # wrong: a mean of means
+            (loss + other / len(batches)).backward()
+
+    report = audited_loop(make_model(), train_step)
+    assert (kinds(report), report.exit_code) == ([], 2), str(report)
+    assert report.undecided[0].startswith("losses: several, whose weights relative to the first")
+
+
+def test_a_loss_of_several_forwards_is_not_decided() -> None:
+    def train_step(model: nn.Module, batches: scripts.Microbatches) -> None:
+        for tokens, labels in batches:
+            F.mse_loss(model(tokens), model(labels.clamp(min=0))).backward()
+
+    report = audited_loop(make_model(), train_step)
+    assert (kinds(report), report.exit_code) == ([], 2), str(report)
+    assert "after one of them alone" in report.undecided[0]
+
+
 def of_both(logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     return loss + 0.1 * F.mse_loss(logits[..., 0], labels.float())
