@@ -222,7 +222,9 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step, running = self._step, self._running
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not result.requires_grad:
+        # Updates in place return parameters, too, without gradients enabled.
+        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad
+        if not is_tracked:
             return result
         if used := [p for p in args if isinstance(p, nn.Parameter) and p.is_floating_point()]:
             step.has_other_terms |= running is None

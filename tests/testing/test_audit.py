@@ -327,6 +327,14 @@ def test_clipping_by_the_scaler_of_distmp(fused: bool, momentum: float) -> None:
     assert kinds(report(divided, 100.0)) == ["microbatches_twice"]
 
 
+def test_other_gradients_are_unexplained() -> None:
+    def add_noise(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+
+    assert kinds(audited(Labelled(), token_mean, add_noise)) == ["unexplained"]
+
+
 def test_clipping_of_scaled_gradients() -> None:
     def scaled(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
         token_mean(model, batches)
