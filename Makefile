@@ -51,8 +51,8 @@ test-fake-gpu: $(INSTALLED)
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
-FAST := adversary/test_mutants.py buckets checkpoint/test_tidy.py checkpoint/test_stored.py \
-	checkpoint/test_store.py data diagnosis distributed/test_compare_ranks.py \
+FAST := adversary/test_mutants.py buckets checkpoint/test_tidy.py checkpoint/test_loading.py \
+	checkpoint/test_saving.py data diagnosis distributed/test_comparison.py \
 	distributed/test_world.py docs/test_checks.py docs/test_troubleshooting.py \
 	engine/test_engine.py engine/test_outcome.py engine/test_divergence_guard.py \
 	engine/test_step_checks.py optim parallel/test_init.py parallel/test_replicated.py \

@@ -25,7 +25,12 @@ from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.components import Progress, build_engine, prepare, training_batches
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
 
 CPU = torch.device("cpu")
 QUICKSTART = ("--config", "configs/quickstart.yaml")
@@ -87,17 +92,24 @@ def _rank(rank: int, config: RunConfig, ranks: int, directory: str) -> None:
         dist.destroy_process_group()
 
 
-def stepper(config: RunConfig) -> Callable[[], object]:
-    """Return a function that runs a step; its first call also builds the engine."""
+def stepper(config: RunConfig, **changes: Any) -> Callable[[], object]:
+    """Return a function that runs a step; its first call also builds the engine.
+
+    Args:
+        config: The configuration of the run.
+        **changes: Other fields of the engine's settings.
+    """
     world = World.current(CPU)
     policy, _ = resolve(config.precision.policy, CPU)
-    steps = _steps(config, world, policy)
+    steps = _steps(config, world, policy, changes)
     return lambda: next(steps)
 
 
-def _steps(config: RunConfig, world: World, policy: PrecisionPolicy) -> Iterator[object]:
-    parts = prepare(config, world)
-    engine = build_engine(config, parts, world, policy=policy)
+def _steps(
+    config: RunConfig, world: World, policy: PrecisionPolicy, changes: dict[str, Any]
+) -> Iterator[object]:
+    parts = build_model_and_data(config, world)
+    engine = build_engine(config, parts, world, policy=policy, **changes)
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for batch in batches:
             yield engine.step(batch)

@@ -16,7 +16,12 @@ from benchmarks.report import machine
 from benchmarks.tables.formats import lean_state
 from distmp.config import load
 from distmp.distributed.world import World
-from distmp.training.components import Progress, build_engine, prepare, training_batches
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
 
 # Arguments of the run by the name of the candidate.
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -42,7 +47,7 @@ def bytes_per_parameter(options: Sequence[str], size: str) -> float:
     settings = [f"--config={QUICKSTART}", "--strategy=single", f"--model.size={size}", "--steps=1"]
     config = load([*settings, *options])
     world = World.current("cpu")
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy=config.precision.policy, attribution=False)
     engine.step(next(training_batches(config, parts, world, Progress())))
     uses = engine.tensors_by_use()

@@ -27,11 +27,11 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
 from distmp.engine.setup import build_model
 from distmp.launcher.local import launch
-from distmp.optim.build import schedule_factory, weight_decay_groups
+from distmp.optim.factories import schedule_factory, weight_decay_groups
 from distmp.parallel.materialize import materialize
 from distmp.telemetry.console import Console
 from distmp.telemetry.settings import LogConfig
-from distmp.training.components import Progress, prepare, training_batches
+from distmp.training.components import Progress, build_model_and_data, training_batches
 from distmp.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -85,7 +85,7 @@ def _distmp(config: RunConfig, world: World) -> float:
 
 def _plain(config: RunConfig, world: World) -> float:
     """Return the time of all steps with the hand-written loop, in seconds."""
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     module, values, _ = build_model(parts.model, world, initialize=True)
     materialize(module, values, world.device)
     model = DistributedDataParallel(module.to(world.device))

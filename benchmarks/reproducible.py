@@ -29,7 +29,12 @@ from benchmarks.tables.runs import reproducible
 from distmp import Engine
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
-from distmp.training.components import Progress, build_engine, prepare, training_batches
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
 from distmp.utils.flat_shard import FlatShard
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -66,7 +71,7 @@ class Training:
         """
         steps, length = map(int, order.split())
         config = _config(steps, length, self._mode)
-        parts = prepare(config, self._world)
+        parts = build_model_and_data(config, self._world)
         batches = training_batches(config, parts, self._world, Progress())
         step, arrived, loss = 0, 0, parts.loss
         first = self._world.rank * parts.microbatches

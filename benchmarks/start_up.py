@@ -152,7 +152,7 @@ class _Peak:
 def _distmp(directory: Path) -> nn.Module:
     from distmp.config import load
     from distmp.distributed.world import world_of_process
-    from distmp.training.components import build_engine, prepare, start_from_weights
+    from distmp.training.components import build_engine, build_model_and_data, start_from_weights
 
     config = load(
         [
@@ -165,7 +165,7 @@ def _distmp(directory: Path) -> nn.Module:
         ]
     )
     world = world_of_process("cpu")
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy="fp32", attribution=False)
     start_from_weights(parts, engine)
     return engine.model

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from distmp.diagnosis.attribution import OverflowReport
     from distmp.distributed.world import init
     from distmp.engine import Engine
-    from distmp.engine.config import EngineConfig
+    from distmp.engine.engine_config import EngineConfig
     from distmp.engine.outcome import StepNumbers, StepOutcome
     from distmp.engine.settings import DivergenceConfig, PrecisionPhase
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
@@ -54,7 +54,7 @@ else:
         "distmp.data.dataloader": ("DataLoader",),
         "distmp.distributed.world": ("init",),
         "distmp.engine": ("Engine",),
-        "distmp.engine.config": ("EngineConfig",),
+        "distmp.engine.engine_config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.parallel.global_mean": ("global_mean",),

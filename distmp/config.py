@@ -39,7 +39,7 @@ from distmp.utils.settings import flat, to_mapping
 from distmp.utils.settings.command_line import command_line
 
 if TYPE_CHECKING:
-    from distmp.engine.config import EngineConfig
+    from distmp.engine.engine_config import EngineConfig
     from distmp.precision import PrecisionPolicy
 
 # Far above every real run, and within the types that hold these values.
@@ -519,7 +519,7 @@ class RunConfig:
             ConfigError: If a name is unknown, or what it names does not take an option.
         """
         from distmp.models.metrics import find_metrics
-        from distmp.optim.build import optimizer_factory, schedule_factory
+        from distmp.optim.factories import optimizer_factory, schedule_factory
 
         # Without options there is nothing to compare: the ranks import the module.
         for section in (self.data, self.model):
@@ -585,7 +585,7 @@ class RunConfig:
 
     def engine(self, microbatches: int | None) -> EngineConfig:
         """Return the settings of an engine, for steps of `microbatches` microbatches per rank."""
-        from distmp.engine.config import EngineConfig
+        from distmp.engine.engine_config import EngineConfig
 
         return EngineConfig(
             policy=self.precision.policy,

@@ -123,9 +123,9 @@ class CheckpointError(DistmpError, RuntimeError):
 
     Example:
         >>> from pathlib import Path
-        >>> from distmp.checkpoint import store
+        >>> from distmp.checkpoint.loading import StoredCheckpoint
         >>> try:
-        ...     store.StoredCheckpoint(Path("nowhere")).load({})
+        ...     StoredCheckpoint(Path("nowhere")).load({})
         ... except CheckpointError as error:
         ...     print(error)
         nowhere cannot be used: nowhere/state.json is missing

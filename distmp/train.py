@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
     with RankLog() as log, contextlib.ExitStack() as until_reported:
 
         def work(config: RunConfig, environment: RankEnvironment) -> int:
-            from distmp.training.rank import train_as_rank
+            from distmp.training.train_as_rank import train_as_rank
 
             return train_as_rank(log, callbacks, until_reported, config, environment)
 

@@ -25,8 +25,15 @@ from tests.progress import limited
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Written by tools around the tests, whenever they like.
-FOREIGN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+# Written by tools around the tests, and by tests of other workers, whenever they like.
+FOREIGN_FILES = {
+    ".hypothesis",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "__pycache__",
+    "build",
+}
 # torch sets the paths of its caches at the first use of its compiler.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # Packages that only extras of distmp install.

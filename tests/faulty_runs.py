@@ -85,10 +85,10 @@ def squared(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 def train(arguments: list[str]) -> None:
     """Run a rank of `distmp.train` that may fail in a save, or before it connects to the others."""
-    from distmp.checkpoint import store
+    from distmp.checkpoint import saving
     from tests import elastic
 
-    own, connect = store.save, dist.init_process_group
+    own, connect = saving.save, dist.init_process_group
 
     def init_process_group(*args: Any, **options: Any) -> None:
         perhaps("connect")
@@ -98,7 +98,7 @@ def train(arguments: list[str]) -> None:
         perhaps("save")
         return own(*args, **options)
 
-    store.save = save  # type: ignore[assignment]
+    saving.save = save  # type: ignore[assignment]
     dist.init_process_group = init_process_group
     elastic.train(arguments)
 

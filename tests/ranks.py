@@ -67,7 +67,7 @@ PRELOAD = (
     "hypothesis",
     "tyro",
     "distmp.parallel.fsdp",
-    "distmp.training.rank",
+    "distmp.training.train_as_rank",
     "tests.recording",
     "tests.reference",
     *(f"_pytest.{name}" for name in default_plugins),

@@ -69,10 +69,10 @@ from distmp.buckets.layout import (
 )
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
-from distmp.buckets.used import UsedParameters, weights_used_once
+from distmp.buckets.used_parameters import UsedParameters, weights_used_once
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
-from distmp.distributed.compare_ranks import check_same, describe_parameters
-from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.comparison import check_same, describe_parameters
+from distmp.distributed.failing_together import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
 

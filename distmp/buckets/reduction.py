@@ -68,7 +68,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from distmp.distributed.waiting import collective_waits
+from distmp.distributed.wait_times import collective_waits
 
 # Number of 16-bit values that are summed at once, for devices on which `torch.sum` converts all of
 # its input first. As FP32 they fit into the cache of a CPU.

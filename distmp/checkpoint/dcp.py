@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import checkpoint_error
-from distmp.distributed.ranks import Failure, Ranks, describe
+from distmp.distributed.failing_together import Failure, Ranks, describe
 
 # DCP sends the traceback of a rank that fails to the others. From Python 3.13 on it holds code
 # objects, which cannot be pickled; torch before 2.13 fails on that and hides the error.
@@ -63,7 +63,7 @@ def write(
     Args:
         goal: Purpose, for the error.
         path: An empty directory.
-        tensors: The tensors by name, see `store.save`.
+        tensors: The tensors by name, see `saving.save`.
         ranks: All ranks.
         finite: Names of the tensors to check for non-finite values.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distmp.distributed.ranks import describe
+from distmp.distributed.failing_together import describe
 from distmp.errors import CheckpointError
 from distmp.utils.files import read_regular
 
@@ -70,7 +70,7 @@ class State:
 
     Attributes:
         step: Number of steps done.
-        numbers: The numbers that the caller of `store.save` passed.
+        numbers: The numbers that the caller of `saving.save` passed.
         files: Size and checksum of the other files, by name.
         crc32: CRC-32 of the content.
         health: Whether a run should continue from this state.

@@ -1,6 +1,6 @@
 """Selects the checkpoint to continue from: the newest healthy one, the same on all ranks.
 
-Healthy: undamaged, not marked as unhealthy when it was saved (see `store.save`), and not with the
+Healthy: undamaged, not marked as unhealthy when it was saved (see `saving.save`), and not with the
 same weights as a later checkpoint that is marked. If steps were skipped before a checkpoint was
 marked, earlier checkpoints since the last applied update hold the same weights.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distmp.checkpoint import storage
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
-from distmp.checkpoint.stored import StoredCheckpoint
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")

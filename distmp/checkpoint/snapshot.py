@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.distributed.ranks import describe
+from distmp.distributed.failing_together import describe
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.processes import free_host_bytes

@@ -9,7 +9,7 @@ checkpoint or none. Suffixes mark other directories:
   that one is missing, in case the machine stops between the two renames.
 - `.removing`: is being deleted.
 - `.abandoned`: belongs to a later step than the one just saved, from before the run returned to an
-  earlier step. The newest are kept for the user, see `store.tidy`; `--resume auto` ignores them.
+  earlier step. The newest are kept for the user, see `saving.tidy`; `--resume auto` ignores them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from distmp.checkpoint.manifest import STATE_FILE
-from distmp.distributed.ranks import Failure, Ranks
+from distmp.distributed.failing_together import Failure, Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 # The index of the tensors, in the format of torch.distributed.checkpoint.

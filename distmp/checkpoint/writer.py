@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, by default while training continues.
 
 A save copies the state to host memory (see `snapshot`). A separate thread writes the copy with
-`store.save`, whose collectives use a separate group. That thread waits for the disk, or copies and
+`saving.save`, whose collectives use a separate group. That thread waits for the disk, or copies and
 sums bytes in native code, so it rarely holds the interpreter lock.
 
 A failed save is reported immediately, and training continues. Earlier checkpoints are unchanged.
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import storage, store
+from distmp.checkpoint import saving, storage
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 from distmp.utils.processes import lower_priority
@@ -128,7 +128,7 @@ class CheckpointWriter:
         first save allocates and pins it.
 
         Args:
-            tensors: All tensors of the state by name, see `store.save`.
+            tensors: All tensors of the state by name, see `saving.save`.
         """
         if self._settings.asynchronous:
             allocate(written_here(tensors, self._world.rank, self._world.world_size), self._buffers)
@@ -167,12 +167,12 @@ class CheckpointWriter:
 
         Args:
             step: Number of steps done.
-            tensors: All tensors of the state by name, see `store.save`.
+            tensors: All tensors of the state by name, see `saving.save`.
             numbers: Values that JSON can represent.
             held: Names of the tensors that only a guarded optimizer changes: parameters and their
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
-            health: Whether a run should continue from the state; see `store.save`.
+            health: Whether a run should continue from the state; see `saving.save`.
             wait: Return when the state is written. Without `overwrite`, do nothing if `step` is
                 saved already.
 
@@ -180,7 +180,7 @@ class CheckpointWriter:
             RuntimeError: If ranks save asynchronously outside of the `with` block.
         """
         write = functools.partial(
-            store.save,
+            saving.save,
             self._directory,
             step,
             numbers=numbers,
@@ -325,7 +325,7 @@ class CheckpointWriter:
         """Remove the files of a failed save: other files of the run may need their space."""
         with contextlib.suppress(DistmpError):
             self._permit()
-            store.discard(self._directory, step)
+            saving.discard(self._directory, step)
 
     def _last_saved(self) -> str:
         if self.saved_step is None:

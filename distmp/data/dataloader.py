@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from distmp.data.build import check_dataset
+from distmp.data.datasets import check_dataset
 from distmp.data.evaluation import evaluation_batches
 from distmp.data.loading import Collate, check_same_data, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank

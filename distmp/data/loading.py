@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 from distmp.data.order import Division, MicrobatchSampler
 from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
-from distmp.distributed.compare_ranks import check_same
-from distmp.distributed.ranks import describe, explain_lost_peers
+from distmp.distributed.comparison import check_same
+from distmp.distributed.failing_together import describe, explain_lost_peers
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.distributed.world import World
 from distmp.errors import DataError, DistmpError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import local_world_size
-from distmp.distributed.waiting import collective_waits
+from distmp.distributed.wait_times import collective_waits
 
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -34,11 +34,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distmp.distributed import flight_recorder
+from distmp.distributed.failing_together import lost_peer_error
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_status import PendingDecision, RankProcess, RankStatus, Statuses
-from distmp.distributed.ranks import lost_peer_error
 from distmp.distributed.rendezvous_store import CONNECT_SECONDS
 from distmp.errors import DistmpError, LostPeerError
 from distmp.utils.frames import collective, device_wait, stack_text, user_line, working_frame

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed import flight_recorder, rendezvous_store
 from distmp.distributed.collectives import backends
+from distmp.distributed.failing_together import Ranks
 from distmp.distributed.rank_environment import (
     RankEnvironment,
     adopt_ranks,
     read_integer,
     wants_cpu,
 )
-from distmp.distributed.ranks import Ranks
 from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.generators import check_seed, seed_all

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.comparison import check_same
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.distributed.waiting import StepClock
+from distmp.distributed.wait_times import StepClock
 from distmp.distributed.world import World
 from distmp.engine.completed_steps import CompletedSteps
-from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.divergence_guard import DivergenceGuard
+from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
+from distmp.engine.likely_mistakes import EvaluationMode, FirstStep
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
-from distmp.engine.observers import EvaluationMode, FirstStep
 from distmp.engine.outcome import StepOutcome, advice
 from distmp.engine.parts import EngineCalls, EngineParts
 from distmp.engine.replays import Replays
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from distmp.engine.saving import Saves
+    from distmp.engine.checkpoints import Saves
 
 T = TypeVar("T")
 
@@ -544,7 +544,7 @@ class Engine:
         """
         with self._calls.call("save"):
             if self._saves is None:
-                from distmp.engine.saving import Saves  # many engines save nothing
+                from distmp.engine.checkpoints import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
             # The loss of another engine may have changed them.
@@ -586,7 +586,7 @@ class Engine:
             CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
                 damaged, or if it does not fit the model.
         """
-        from distmp.engine.saving import load
+        from distmp.engine.checkpoints import load
 
         with self._calls.call("load"):
             if self._saves is not None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.data.evaluation import ForwardOnly
-from distmp.distributed.compare_ranks import raise_difference
+from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World
 from distmp.engine.microbatches import moved
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
 from distmp.errors import ConfigError
@@ -124,7 +124,7 @@ class MetricSums:
 
 
 def evaluate(
-    setup: Setup,
+    setup: EngineSetup,
     state: EngineState,
     microbatches: Iterable[Any],
     metrics: Mapping[str, MetricFunction],
@@ -155,7 +155,7 @@ def evaluate(
     return sums.result(setup.world.group, may_be_empty=ended)
 
 
-def _same_number(microbatches: Iterable[Any], setup: Setup) -> Iterator[Any]:
+def _same_number(microbatches: Iterable[Any], setup: EngineSetup) -> Iterator[Any]:
     """Yield microbatches; raise an error if other ranks have more or fewer of them."""
     for batch in microbatches:
         setup.strategy.compare_next(True)

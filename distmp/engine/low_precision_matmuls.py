@@ -52,7 +52,6 @@ class LowPrecisionMatmuls:
 
     Attributes:
         layers: The layers with low-precision matmuls; None: there are none.
-        step: Number of steps taken since the start of training.
         statistics: Statistics of the last step; None before the first step and without layers.
         schedule: Sets the formats of each step; None without phases.
         formats: The policy of `precision.phases` in the last step; None without phases.
@@ -63,7 +62,6 @@ class LowPrecisionMatmuls:
         self, layers: LowPrecisionLayers | None, world: World, schedule: PhaseSchedule | None = None
     ) -> None:
         self.layers = layers
-        self.step = 0
         self.statistics: MatmulStatistics | None = None
         self.formats: str | None = None
         self.layer_formats: dict[str, ProductFormats] = {}
@@ -88,23 +86,24 @@ class LowPrecisionMatmuls:
                     "engine its own layers",
                 )
 
-    def begin_step(self) -> None:
-        """Clear the statistics of the previous step, and store the formats of this one."""
+    def begin_step(self, step: int) -> None:
+        """Clear the statistics of the previous step, and store the formats of step `step`."""
         if self.layers is not None:
             self.layers.begin_step()
             self.layer_formats = self.layers.formats
         if self.schedule is not None:
-            self.formats = self.schedule.begin_step(self.step)
+            self.formats = self.schedule.begin_step(step)
 
-    def begin_microbatch(self, index: int, count: int) -> None:
+    def begin_microbatch(self, step: int, index: int, count: int) -> None:
         """Derive random numbers from the position of the microbatch in the global batch.
 
         Args:
+            step: Number of steps before this one.
             index: Index of the microbatch on this rank.
             count: Number of microbatches on each rank.
         """
         if self.layers is not None:
-            self.layers.begin_microbatch(self.step, self._world.rank * count + index)
+            self.layers.begin_microbatch(step, self._world.rank * count + index)
 
     def terms(self) -> Tensor | None:
         """Return the numbers to sum over ranks, FP64 1-dim; None without layers."""
@@ -117,7 +116,6 @@ class LowPrecisionMatmuls:
             sums: The sums of `terms` over ranks.
             decision: The decision on this step.
         """
-        self.step += 1
         if self.layers is not None:
             counts = self.layers.counts
             sums = sums.view_as(counts[..., 1:])
@@ -125,9 +123,8 @@ class LowPrecisionMatmuls:
         if self.schedule is not None:
             self.schedule.end_step(decision)
 
-    def continue_from(self, step: int) -> None:
-        """Continue from the loaded state, after `step` steps."""
-        self.step = step
+    def continue_from_state(self) -> None:
+        """Continue from the loaded state."""
         if self.schedule is not None:
             self.schedule.continue_from_state()
 

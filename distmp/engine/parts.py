@@ -13,17 +13,17 @@ from torch import nn
 
 from distmp.data.dataloader import step_of
 from distmp.data.streams import StreamMicrobatches
-from distmp.distributed.compare_ranks import (
+from distmp.distributed.comparison import (
     describe_model,
     describe_param_groups,
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.ranks import explain_lost_peers
+from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
-from distmp.engine.observers import EvaluationMode
-from distmp.engine.setup import Setup
+from distmp.engine.likely_mistakes import EvaluationMode
+from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
@@ -132,14 +132,14 @@ class EngineParts:
     """The parts of an engine that its methods share.
 
     Attributes:
-        setup: The model, its strategy and its optimizer.
-        state: The numbers of the engine.
+        setup: What is built once: the model, its strategy and its optimizer.
+        state: The numbers that steps change.
         calls: The calls that the ranks make together.
         modes: Which parts of the model are in evaluation mode.
         parameters: All parameters of the model, in order; each step checks that they are the same.
     """
 
-    setup: Setup
+    setup: EngineSetup
     state: EngineState
     calls: EngineCalls
     modes: EvaluationMode

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.comparison import check_same
 from distmp.errors import ConfigError, TrainingError
 from distmp.precision.stochastic import INCREMENT, mixed
 from distmp.utils.dtypes import dtype_name, is_dtensor

@@ -40,17 +40,16 @@ class Replays:
         self, outcome: StepOutcome, microbatches: Sequence[Any], stats: MicrobatchStats
     ) -> None:
         """Keep references to the inputs of a step, with `attribution`."""
-        setup = self.parts.setup
+        setup, state = self.parts.setup, self.parts.state
         if not setup.config.attribution:
             return
-        products = setup.low_precision_matmuls
         inputs = StepInputs(
             tuple(microbatches),
             stats.streams,
             stats.losses,
             stats.weights,
-            position=(products.step - 1, setup.world.rank * len(microbatches)),
-            formats=products.layer_formats,
+            position=(state.steps - 1, setup.world.rank * len(microbatches)),
+            formats=setup.low_precision_matmuls.layer_formats,
         )
         self.recent.append((outcome, inputs))
 

@@ -1,4 +1,4 @@
-"""Settings of what happens between steps: `divergence`, `rank_consistency`, `precision.phases`."""
+"""Sections of a run that its engine uses: `divergence`, `rank_consistency`, `ema`, phases."""
 
 from __future__ import annotations
 

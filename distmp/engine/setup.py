@@ -1,4 +1,4 @@
-"""Builds the fixed parts of an engine: model, strategy, policy and optimizer."""
+"""Builds what stays the same in an engine: model, strategy, policy and optimizer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.compare_ranks import check_same, describe_model
-from distmp.distributed.ranks import explain_lost_peers
-from distmp.distributed.waiting import StepClock
+from distmp.distributed.comparison import check_same, describe_model
+from distmp.distributed.failing_together import explain_lost_peers
+from distmp.distributed.wait_times import StepClock
 from distmp.distributed.world import World, world_of_process
-from distmp.engine.config import EngineConfig
+from distmp.engine.engine_config import EngineConfig
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig
-from distmp.parallel.build import build_strategy, resolve_strategy
+from distmp.parallel.build_strategy import build_strategy, resolve_strategy
 from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas
@@ -105,8 +105,8 @@ LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The parts of an engine that are built once.
+class EngineSetup:
+    """What an engine decides and builds once; `EngineState` is what its steps change.
 
     Attributes:
         config: The settings, with "auto" resolved.
@@ -159,7 +159,7 @@ def set_up(
     device: torch.device | str | None,
     *,
     initialize: bool,
-) -> Setup:
+) -> EngineSetup:
     """Distribute a model over the ranks, and build its optimizer; every rank has to call it.
 
     Args:
@@ -202,7 +202,7 @@ def set_up(
     if layers is not None and world.rank == 0:
         compiled = config.parallel is not None and config.parallel.compile != "none"
         log_formats(layers, policy, world.device, compiled=compiled)
-    return Setup(
+    return EngineSetup(
         config,
         world,
         policy,

@@ -22,7 +22,7 @@ from torch import Tensor
 from distmp.distributed.world import World
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.settings import PHASES
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
     check_shapes,
@@ -95,14 +95,16 @@ class EngineState:
         divergence: Compares loss and norm of each step with those of the steps before it.
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
-        first: True, False, False.
+        counting: FP32 of shape (2, 3). With 0 for an applied step and 1 for a skipped one, where it
+            differs from the first row counts are kept, and where from the second, 1 is added.
         nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
             the first step.
         max_norm: Clip the norm of the global gradient to this; None disables clipping. Not saved.
-        seed: Determines the random numbers of every step.
+        seed: Determines the random numbers of every step, together with `steps`.
+        steps: Number of steps taken, skipped ones included, as the host counts them.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         config = setup.config
         self._is_quiet = setup.world.rank != 0
         self._strategy = setup.strategy
@@ -112,12 +114,13 @@ class EngineState:
         self.loss_scale = LossScale(rules, setup.device)
         self.divergence = DivergenceGuard(config.divergence, setup.device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=setup.device)
-        self.first = torch.arange(3, device=setup.device) == 0
+        self.counting = torch.tensor([[2.0, 2, 0], [1, 0, 0]]).to(setup.device)
         self.nominal_weight = config.nominal_weight and round_up_to_power_of_two(
             config.nominal_weight
         )
         self.max_norm = config.max_norm
         self.seed = setup.first_seed
+        self.steps = 0
         self._factor: tuple[Tensor, float | None, Tensor] | None = None
 
     def backward_factor(self) -> Tensor:
@@ -128,16 +131,12 @@ class EngineState:
             known = self._factor = scale, nominal, scale / (nominal or 1.0)
         return known[2]
 
-    @property
-    def steps(self) -> int:
-        """Number of steps taken, skipped ones included; the host waits for the device."""
-        return int(self.counts[:2].sum())
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
-        state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
-        for name, value in self._strategy.frozen_and_buffers().items():
-            state[f"model/{name}"] = value.detach()
+        held = self._strategy.frozen_and_buffers()
+        state = {f"model/{name}": value.detach() for name, value in held.items()}
+        # These come last: of a parameter that was frozen later, the copy that counts is the master.
+        state |= {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in named_state(self._updates.optimizer, self._updates.names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
@@ -272,7 +271,8 @@ class EngineState:
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._updates.max_applied = int(self.counts[0])
-        self._products.continue_from(self.steps)
+        self.steps = int(self.counts[:2].sum())
+        self._products.continue_from_state()
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
+from distmp.engine.likely_mistakes import FirstStep
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.observers import FirstStep
 from distmp.engine.outcome import COUNTS, StepOutcome
 from distmp.engine.parts import EngineParts
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
 from distmp.engine.step_checks import check_loss, explain_graph_errors
 from distmp.parallel.strategy import Strategy
@@ -83,6 +83,7 @@ def take_step(
         values["scale_exhausted"] = exhausted & decision.overflow
     state.divergence.remember(decision)
     products.end_step(of_products, decision)
+    state.steps += 1
     values["sums"] = sums[: len(sums) - len(of_products)]
     outcome = _outcome(state, decision, fingerprint, values)
     outcome.matmul_statistics = products.statistics
@@ -91,7 +92,7 @@ def take_step(
 
 
 def _accumulate(
-    setup: Setup,
+    setup: EngineSetup,
     state: EngineState,
     microbatches: Sequence[Any],
     first_step: FirstStep | None,
@@ -102,7 +103,7 @@ def _accumulate(
     count = len(microbatches)
     strategy.compare_microbatches(count)
     strategy.begin_step()
-    products.begin_step()
+    products.begin_step(state.steps)
     stats = MicrobatchStats()
     # With reproducible, random numbers belong to the position in the global batch, not to the rank.
     stream = random_stream(setup, state, "step", rank=0 if reproducible else None)
@@ -113,7 +114,7 @@ def _accumulate(
             if reproducible:
                 setup.buffers.begin_microbatch(index)
             strategy.begin_microbatch(last=index == count - 1)
-            products.begin_microbatch(index, count)
+            products.begin_microbatch(state.steps, index, count)
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
             seed_generators(stats.streams[-1], setup.device)
@@ -132,14 +133,14 @@ def _accumulate(
     return stats
 
 
-def random_stream(setup: Setup, state: EngineState, use: str, rank: int | None = None) -> str:
+def random_stream(setup: EngineSetup, state: EngineState, use: str, rank: int | None = None) -> str:
     """Return the key of a rank's random numbers in a step, see `seed_generators`."""
     rank = setup.world.rank if rank is None else rank
-    return f"{use} {state.seed} {setup.low_precision_matmuls.step} {rank}"
+    return f"{use} {state.seed} {state.steps} {rank}"
 
 
 def forward(
-    setup: Setup, batch: Any, first_step: FirstStep | None = None
+    setup: EngineSetup, batch: Any, first_step: FirstStep | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """Return the loss sum and the weight of a microbatch, 0-dim on the device or a number."""
     batch = moved(batch, setup.device)
@@ -168,7 +169,7 @@ def backward(strategy: Strategy, loss: Tensor, factor: Tensor) -> None:
 
 
 def _backward_factor(
-    setup: Setup, state: EngineState, weight: Tensor | float, microbatches: int
+    setup: EngineSetup, state: EngineState, weight: Tensor | float, microbatches: int
 ) -> Tensor:
     """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
     if state.nominal_weight is None:
@@ -179,7 +180,7 @@ def _backward_factor(
 
 
 def _sum_over_ranks(
-    setup: Setup, stats: MicrobatchStats, fingerprint: Fingerprint, *, stop: bool
+    setup: EngineSetup, stats: MicrobatchStats, fingerprint: Fingerprint, *, stop: bool
 ) -> Tensor:
     """Sum the statistics of a step over ranks, in one all-reduce; the host does not wait.
 
@@ -223,11 +224,9 @@ def _outcome(
         values: What was on the device, by name; "sums" are those of the decision, then of the
             fingerprint.
     """
-    # 1, 0, 0 for an applied step, otherwise 0, 1, 1.
-    counted = decision.found_inf != state.first
+    kept, added = decision.found_inf != state.counting
     # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
-    state.counts += counted
-    state.counts[2].mul_(counted[2])
+    torch.addcmul(added, state.counts, kept, out=state.counts)
     settings = state.nominal_weight or 1.0, state.max_norm
     on_gpu = state.counts.is_cuda
 

@@ -1,7 +1,7 @@
 """Checks of the arguments of a step and of the results of the loss function.
 
 Each error message names the value received and the value expected. Checks that cost more than a few
-comparisons on the host run only in the first step (`distmp.engine.observers.FirstStep`).
+comparisons on the host run only in the first step (`distmp.engine.likely_mistakes.FirstStep`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.errors import CheckpointError, ConfigError, nearest
 from distmp.export.files import write, write_directory
 from distmp.export.weights import PREFIX
@@ -49,7 +50,7 @@ class CheckpointWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    checkpoint: store.StoredCheckpoint
+    checkpoint: StoredCheckpoint
     dtype: torch.dtype
     ema: bool = False
     adapters: bool = False
@@ -174,7 +175,7 @@ def export(
     return sum(tensor.numel() for tensor in weights.specs.values())
 
 
-def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
+def _tokenizer(checkpoint: StoredCheckpoint) -> Path | None:
     """Return the directory of the tokenizer of a run, if it exists; log if there is none."""
     known = checkpoint.numbers.get("tokenizer")
     if known is not None and huggingface_files.has_tokenizer(Path(known)):
@@ -184,7 +185,7 @@ def _tokenizer(checkpoint: store.StoredCheckpoint) -> Path | None:
     return None
 
 
-def _names_below(prefix: str, checkpoint: store.StoredCheckpoint) -> dict[str, str]:
+def _names_below(prefix: str, checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Return the names in a checkpoint that begin with a prefix, by the rest of the name."""
     names = (name for name in checkpoint.tensors if name.startswith(prefix))
     return {name.removeprefix(prefix): name for name in names}

@@ -31,11 +31,11 @@ import psutil
 import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
+from distmp.distributed.failing_together import describe
 from distmp.distributed.limits import LINK_SECONDS, responds, source_address
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
-from distmp.distributed.ranks import describe
 from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report

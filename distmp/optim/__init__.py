@@ -17,7 +17,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from distmp.optim.adamw import AdamW
-    from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
+    from distmp.optim.factories import NamedParameters, OptimizerFactory, ScheduleFactory
     from distmp.optim.learning_rates import LearningRates
     from distmp.optim.muon import Muon
 else:
@@ -25,7 +25,7 @@ else:
         __name__,
         {
             "distmp.optim.adamw": ("AdamW",),
-            "distmp.optim.build": ("NamedParameters", "OptimizerFactory", "ScheduleFactory"),
+            "distmp.optim.factories": ("NamedParameters", "OptimizerFactory", "ScheduleFactory"),
             "distmp.optim.learning_rates": ("LearningRates",),
             "distmp.optim.muon": ("Muon",),
         },

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.adamw import AdamW
-from distmp.optim.build import NamedParameters, OptimizerFactory
+from distmp.optim.factories import NamedParameters, OptimizerFactory
 from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
 from distmp.precision.policy import PrecisionPolicy

@@ -71,7 +71,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distmp.buckets.parameters import WATCHED_STEPS
-from distmp.buckets.used import UsedParameters
+from distmp.buckets.used_parameters import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim.owners import ShardedMatrix

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from distmp.buckets.used import weights_used_once
+from distmp.buckets.used_parameters import weights_used_once
 from distmp.errors import ConfigError, SetupError
 from distmp.utils.dtypes import is_dtensor
 

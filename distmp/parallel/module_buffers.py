@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from distmp.distributed.compare_ranks import check_same, describe_model
+from distmp.distributed.comparison import check_same, describe_model
 
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.

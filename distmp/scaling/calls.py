@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.distributed.compare_ranks import FINGERPRINT_BITS, hyperparameters
+from distmp.distributed.comparison import FINGERPRINT_BITS, hyperparameters
 from distmp.errors import rank_names, ranks_by_value
 from distmp.scaling.local_gradients import parameters
 from distmp.utils.tensor_trees import checksum

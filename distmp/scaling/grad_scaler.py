@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.rank_monitor import RankMonitor
 from distmp.distributed.rank_status import PendingDecision
 from distmp.errors import ConfigError, TrainingError, listed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distmp.distributed.compare_ranks import Fingerprint
+from distmp.distributed.comparison import Fingerprint
 from distmp.scaling.local_gradients import LocalGradient, local_gradients, parameters
 from distmp.scaling.rank_group import RankGroup
 

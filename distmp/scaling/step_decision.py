@@ -51,7 +51,8 @@ class StepDecision:
 
     Attributes:
         sums: FP64 of shape (5,), the sums of `local_stats` over ranks.
-        divisor: FP64, divisor of the gradients; not finite if the step has to be skipped.
+        divisor: Divisor of the gradients; not finite if the step has to be skipped. FP64, on a GPU
+            FP32.
         grad_scale: FP32, divisor of the gradients in the optimizer.
         unusable: FP32, 1 for a step with an overflow or without weight, else 0.
         found_inf: FP32, 1 if the optimizer has to skip (`unusable`, or a condition added by
@@ -258,10 +259,11 @@ def decide_step(
     # (norm + eps) / limit, in one kernel: the reciprocal of `clip_coefficient`. NaN after an
     # overflow and without a weight, also if the limit is infinite.
     ratio = torch.rsub(mean_norm, CLIP_EPSILON / limit, alpha=-1 / limit)
-    divisor = unscale * ratio.clamp(min=1.0)
-    grad_scale = divisor.to(torch.float32)
     on_gpu = total.is_cuda if on_gpu is None else on_gpu
-    unusable = (grad_scale if on_gpu else divisor).mul(0).nan_to_num(nan=1.0).to(torch.float32)
+    dtype = torch.float32 if on_gpu else torch.float64
+    divisor = torch.mul(unscale, ratio.clamp(min=1.0), out=unscale.new_empty((), dtype=dtype))
+    grad_scale = divisor.to(torch.float32)
+    unusable = divisor.mul(0).nan_to_num(nan=1.0).to(torch.float32)
     return StepDecision(total, divisor, grad_scale, unusable, unusable, mean_norm)
 
 

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling import DistributedGradScaler
 from distmp.testing import gradients

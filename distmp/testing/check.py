@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
 from distmp.testing import classify, gradients, recording
 from distmp.testing.reference import LossSum, Reference

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
 from distmp.testing.classify import Array, SplitResult
 from distmp.testing.gradients import plain_model, plain_name, unwrapped

@@ -13,21 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
-from distmp.data.build import Datasets, build_datasets
+from distmp.data.datasets import Datasets, build_datasets
 from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.saving import load_checkpoint
+from distmp.engine.checkpoints import load_checkpoint
 from distmp.errors import CheckpointError, listed, require
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
 from distmp.models import adapters, huggingface
 from distmp.models.architecture import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.optim.factories import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
@@ -39,7 +40,7 @@ from distmp.utils.generators import generators_kept
 logger = logging.getLogger("distmp")
 
 
-class RunComponents(NamedTuple):
+class ModelAndData(NamedTuple):
     """Data, model and loss of a run, before anything is distributed.
 
     Attributes:
@@ -76,7 +77,7 @@ class Progress:
     rolled_back_to: int | None = None
 
 
-def prepare(config: RunConfig, world: World) -> RunComponents:
+def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     """Build data, model and loss without communication.
 
     Raises:
@@ -99,7 +100,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
     built = BuiltModel.of(model, has_adapters=config.model.peft is not None)
-    return RunComponents(datasets, model, build_loss(config.model), microbatches, weights, built)
+    return ModelAndData(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
 def check_datasets(config: RunConfig, datasets: Datasets) -> None:
@@ -209,7 +210,7 @@ def configured_weights(config: ModelConfig) -> StoredWeights | None:
 
 def build_engine(
     config: RunConfig,
-    parts: RunComponents,
+    parts: ModelAndData,
     world: World,
     *,
     policy: PolicyLike,
@@ -220,7 +221,7 @@ def build_engine(
 
     Args:
         config: The settings of optimizer, schedule, strategy and loss scale.
-        parts: What `prepare` returned.
+        parts: What `build_model_and_data` returned.
         world: The ranks; all have to call it.
         policy: The precision policy. An old device of one rank may not support it.
         load: Whether a checkpoint is loaded next, so that initial values are not needed.
@@ -247,13 +248,13 @@ def build_engine(
     )
 
 
-def round_frozen(config: RunConfig, parts: RunComponents, policy: PrecisionPolicy) -> None:
+def round_frozen(config: RunConfig, parts: ModelAndData, policy: PrecisionPolicy) -> None:
     """Cast the frozen weights of a model with adapters to the compute dtype of the policy."""
     if config.model.peft is not None:
         adapters.round_frozen(parts.model, policy)
 
 
-def start_from_weights(parts: RunComponents, engine: Engine) -> None:
+def start_from_weights(parts: ModelAndData, engine: Engine) -> None:
     """Load the weights of a new run, if any, into its engine. Collective over all ranks.
 
     Raises:
@@ -267,7 +268,7 @@ def start_from_weights(parts: RunComponents, engine: Engine) -> None:
 
 
 def training_batches(
-    config: RunConfig, parts: RunComponents, world: World, progress: Progress
+    config: RunConfig, parts: ModelAndData, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
     batch = config.batch
@@ -292,7 +293,7 @@ def training_batches(
 
 def find_checkpoint(
     config: RunConfig, directory: RunDirectory | None = None
-) -> store.StoredCheckpoint | None:
+) -> StoredCheckpoint | None:
     """Return the checkpoint to continue from, verified, or None for a run from scratch.
 
     Collective over all ranks. Damaged checkpoints are logged and skipped.
@@ -313,7 +314,7 @@ def find_checkpoint(
     return recovery.resolve(config.resume, directory.checkpoints)
 
 
-def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
+def restore(engine: Engine, checkpoint: StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
@@ -328,7 +329,7 @@ def restore(engine: Engine, checkpoint: store.StoredCheckpoint) -> Progress:
     return progress
 
 
-def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
+def stored_progress(checkpoint: StoredCheckpoint) -> Progress:
     """Return the progress of the run that wrote a checkpoint.
 
     Raises:

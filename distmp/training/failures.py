@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from distmp.config import RunConfig
 from distmp.distributed import rank_monitor, rendezvous_store
+from distmp.distributed.failing_together import is_lost_connection
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.ranks import is_lost_connection
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.watchdog import Ending, Watchdog, record

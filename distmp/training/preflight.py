@@ -27,13 +27,13 @@ from torch import Tensor
 from distmp.checkpoint.storage import locate
 from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
-from distmp.distributed.compare_ranks import differences
+from distmp.distributed.comparison import differences
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
 from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
-from distmp.training.rank_inputs import CODE, DATA, ENVIRONMENT, inputs
+from distmp.training.run_inputs import CODE, DATA, ENVIRONMENT, inputs
 from distmp.utils.processes import holds_within
 from distmp.utils.settings import digest, value_text
 from distmp.utils.units import bytes_text, counted

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distmp.checkpoint.store import StoredCheckpoint
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
 from distmp.distributed.orphans import is_orphan

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from distmp.config import RunConfig
-from distmp.data.build import Datasets, identity
+from distmp.data.datasets import Datasets, identity
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.masking import masked

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distmp.checkpoint import lease as leases
 from distmp.checkpoint.lease import HeldError, Lease, Owner, last_owner
-from distmp.checkpoint.store import StoredCheckpoint
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.stopping import StopSignals, exit_code_after

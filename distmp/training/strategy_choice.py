@@ -11,7 +11,7 @@ from distmp.errors import ConfigError
 from distmp.parallel.fsdp_setup import check_shapes, least_free_bytes, shard_size
 from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.training.components import RunComponents
+from distmp.training.components import ModelAndData
 from distmp.utils.units import bytes_text
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -22,7 +22,7 @@ OPTIONS = ("ddp", "hsdp", "fsdp")
 SHARE = 0.5
 
 
-def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple[Config, str]:
+def choose_strategy(config: Config, parts: ModelAndData, world: World) -> tuple[Config, str]:
     """Resolve `strategy: auto` for several ranks. Collective over all ranks.
 
     Returns:
@@ -47,7 +47,7 @@ def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple
 
 
 def _supported(
-    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+    config: RunConfig, parts: ModelAndData, policy: PrecisionPolicy, world: World
 ) -> list[str]:
     """Return the strategies that support the settings, the fastest first."""
     options, refusals = [], []
@@ -63,7 +63,7 @@ def _supported(
 
 
 def _check(
-    option: str, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+    option: str, config: RunConfig, parts: ModelAndData, policy: PrecisionPolicy, world: World
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
     settings = replace(config, strategy=option).engine(parts.microbatches)
@@ -79,7 +79,7 @@ def _check(
 
 
 def _bytes_of_rank(
-    option: str, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+    option: str, config: RunConfig, parts: ModelAndData, policy: PrecisionPolicy, world: World
 ) -> int:
     """Return the bytes of weights, FP32 gradients and two FP32 moments for each weight."""
     parameters = [*parts.model.parameters()]

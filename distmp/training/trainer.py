@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig, parse_callbacks
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
@@ -16,19 +17,19 @@ from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.telemetry.measurements import StepTimer
-from distmp.training.build import build_run
 from distmp.training.callbacks import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
+from distmp.training.run import build_run
 from distmp.utils.generators import seed_generators
 
 MAX_ROLLBACKS = 5
 
 
-def checkpoint_before(directory: Path, step: int) -> store.StoredCheckpoint:
+def checkpoint_before(directory: Path, step: int) -> StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
     This is the latest healthy one of an earlier step. If the run went back to that one before and
@@ -150,7 +151,7 @@ class Trainer(TrainingLoop):
             self._restore_callbacks(self.checkpoint)
             self.checkpoint = None
 
-    def _restore_callbacks(self, checkpoint: store.StoredCheckpoint) -> None:
+    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""
         message = self.states.restore(checkpoint)
         if message is not None:
@@ -176,7 +177,7 @@ class Trainer(TrainingLoop):
         self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
-        batches = training_batches(self.config, self.components, self.world, self.progress)
+        batches = training_batches(self.config, self.model_and_data, self.world, self.progress)
         first = True
         with closing(batches), self.engine.batches.explaining():
             while self.progress.step < self.config.steps:
@@ -269,7 +270,7 @@ class Trainer(TrainingLoop):
             f"{self.progress.rollbacks} of at most {MAX_ROLLBACKS})"
         )
 
-    def _load_earlier(self, result: StepResult) -> tuple[store.StoredCheckpoint, Rollback]:
+    def _load_earlier(self, result: StepResult) -> tuple[StoredCheckpoint, Rollback]:
         """Load a checkpoint from before a step, and skip the data up to that step. Collective.
 
         The statistics of the spike check stay: early in a run, older ones would still be in their

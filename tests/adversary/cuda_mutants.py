@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "the host reads in every step whether the last one was skipped",
-        "distmp/buckets/used.py",
+        "distmp/buckets/used_parameters.py",
         "if self._newly_used and (self._skipped is None or not on_host(self._skipped)):",
         "if self._skipped is None or not on_host(self._skipped):",
         GIVEN,
@@ -323,21 +323,21 @@ MUTANTS = [
     ),
     Mutant(
         "a wait for a collective that is measured does not happen",
-        "distmp/distributed/waiting.py",
+        "distmp/distributed/wait_times.py",
         "done: Any = self._work.wait(*timeout)",
         "done: Any = self._work.is_completed()",
         f"{TWO_RANKS}[ddp]",
     ),
     Mutant(
         "times are read before the device has reached them",
-        "distmp/distributed/waiting.py",
+        "distmp/distributed/wait_times.py",
         "return self._event is None or self._event.query()",
         "return True",
         BUSY,
     ),
     Mutant(
         "times are those of another stream",
-        "distmp/distributed/waiting.py",
+        "distmp/distributed/wait_times.py",
         "self._event.record(torch.cuda.current_stream(device))",
         "self._event.record(torch.cuda.Stream(device))",
         BUSY,

@@ -454,10 +454,10 @@ def _command(arguments: list[str]) -> int:
 
 def _weights(run: Path) -> str:
     """Return a digest of the weights after the last step."""
-    from distmp.checkpoint import store
+    from distmp.checkpoint.loading import StoredCheckpoint
     from distmp.export.export import CheckpointWeights
 
-    checkpoint = store.StoredCheckpoint(run / "checkpoints" / f"step-{STEPS:06d}")
+    checkpoint = StoredCheckpoint(run / "checkpoints" / f"step-{STEPS:06d}")
     digest = hashlib.sha256()
     weights = CheckpointWeights(checkpoint, torch_float32())
     for name, value in sorted(weights.read(weights.specs).items()):

@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         "a loss that is a mean is not noticed",
-        "distmp/engine/observers.py",
+        "distmp/engine/likely_mistakes.py",
         "if weight > 1 and is_mean(loss, weight, host_waits=True):",
         "if False:",
         "misuse",
@@ -250,14 +250,14 @@ MUTANTS = [
     ),
     Mutant(
         "ranks may build different engines",
-        "distmp/distributed/compare_ranks.py",
+        "distmp/distributed/comparison.py",
         "if largest != -negated_smallest:",
         "if False:",
         "misuse",
     ),
     Mutant(
         "a rank that another one leaves alone shows gloo's error",
-        "distmp/distributed/ranks.py",
+        "distmp/distributed/failing_together.py",
         "if isinstance(error, DistmpError) or not is_lost_connection(error):",
         "if True:",
         "misuse",

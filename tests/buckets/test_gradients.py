@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.explain_memory import peak_allocated
 from benchmarks.traffic import Traffic
 from distmp.buckets import Fp32GradBuckets, gradients
-from distmp.buckets.used import weights_used_once
+from distmp.buckets.used_parameters import weights_used_once
 from distmp.errors import TrainingError
 from tests.ranks import in_turn, ranks, run_ranks
 from tests.recording import Collectives, Operators

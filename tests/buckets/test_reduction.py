@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
-from distmp.distributed import waiting
-from distmp.distributed.waiting import collective_waits
+from distmp.distributed import wait_times
+from distmp.distributed.wait_times import collective_waits
 from tests.buckets.test_gradients import group, relative_error
 from tests.ranks import ranks
 
@@ -132,7 +132,7 @@ class Streams:
             mock.patch.object(torch.cuda, "Stream"),
             mock.patch.object(torch.cuda, "stream", self.entered),
             mock.patch.object(torch.cuda, "current_stream", self.current_of),
-            mock.patch.object(waiting, "TimePoint", self.current_of),
+            mock.patch.object(wait_times, "TimePoint", self.current_of),
             mock.patch.object(collective_waits, "active", True),
         ):
             yield

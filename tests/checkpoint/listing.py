@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import LocalStorage, is_checkpoint
 
 
@@ -30,7 +30,7 @@ def final_state(run: Path) -> dict[str, Tensor]:
     """Return all tensors of the last checkpoint of a run."""
     checkpoint = latest(run / "checkpoints")
     assert checkpoint is not None, f"{run} has no checkpoint"
-    tensors = store.StoredCheckpoint(checkpoint).tensors.items()
+    tensors = StoredCheckpoint(checkpoint).tensors.items()
     found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
-    store.StoredCheckpoint(checkpoint).load(found)
+    StoredCheckpoint(checkpoint).load(found)
     return found

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distmp.checkpoint import manifest, recovery, store
+from distmp.checkpoint import manifest, recovery, saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
@@ -248,11 +249,11 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
 
     tensors = zeros(mesh)
     with pytest.raises(CheckpointError, match="cannot be used"):
-        store.StoredCheckpoint(directory / NEW).load(tensors)
+        StoredCheckpoint(directory / NEW).load(tensors)
     if not same_bits(tensors, whole(zeros())):
         return "is found out too late, after values were read", reports
     if save_again:  # over the damaged checkpoint
-        store.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
+        saving.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
         if recovery.usable(directory).checkpoint.path != directory / NEW:
             return "prevents another checkpoint", reports
     return "found out", reports
@@ -263,7 +264,7 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
 
 def save_weight(directory: Path, step: int, numbers: dict[str, Any] | None = None) -> Path:
     given = {"step": step, "samples": 8 * step} if numbers is None else numbers
-    path = store.save(directory, step, {"weight": torch.ones(4, 3)}, given, keep=9)
+    path = saving.save(directory, step, {"weight": torch.ones(4, 3)}, given, keep=9)
     assert isinstance(path, Path)
     return path
 
@@ -347,7 +348,7 @@ def test_run_without_stored_position_is_refused(
 ) -> None:
     path = save_weight(tmp_path, 1, numbers)
     with pytest.raises(CheckpointError, match=problem):
-        stored_progress(store.StoredCheckpoint(path))
+        stored_progress(StoredCheckpoint(path))
 
 
 def test_files_outside_of_the_directory_are_not_read(tmp_path: Path) -> None:
@@ -357,4 +358,4 @@ def test_files_outside_of_the_directory_are_not_read(tmp_path: Path) -> None:
              for name, file in state["files"].items()}  # fmt: skip
     (path / STATE_FILE).write_bytes(manifest.encode(1, state["numbers"], files))
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
-        store.StoredCheckpoint(path).verify()
+        StoredCheckpoint(path).verify()

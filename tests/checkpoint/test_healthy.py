@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distmp.checkpoint import manifest, recovery, store
+from distmp.checkpoint import manifest, recovery, saving
 from distmp.checkpoint.dcp import is_finite
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
@@ -64,7 +64,7 @@ def state(weight: float = 1.0, buffer: float = 1.0) -> dict[str, Tensor]:
 
 
 def save(directory: Path, step: int, weight: float = 1.0, keep: int = 2) -> None:
-    store.save(directory, step, state(weight), {"step": step}, keep, finite={"weight", "step"})
+    saving.save(directory, step, state(weight), {"step": step}, keep, finite={"weight", "step"})
 
 
 def left(directory: Path) -> list[int]:
@@ -94,12 +94,12 @@ def test_manifest_marks_non_finite_values(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_mark_keeps_number_of_skipped_steps(tmp_path: Path) -> None:
     health = Health(skipped_in_a_row=3)
-    store.save(tmp_path, 9, state(math.nan), {}, 2, finite={"weight"}, health=health)
+    saving.save(tmp_path, 9, state(math.nan), {}, 2, finite={"weight"}, health=health)
     assert manifest.read(tmp_path / "step-000009").health == Health(MARK, 3)
 
 
 def test_infinite_buffers_are_healthy(tmp_path: Path) -> None:
-    store.save(tmp_path, 1, state(buffer=-math.inf), {}, 2, finite={"weight"})
+    saving.save(tmp_path, 1, state(buffer=-math.inf), {}, 2, finite={"weight"})
     assert marks(tmp_path) == {1: None}
 
 
@@ -119,7 +119,7 @@ def test_values_of_one_rank_mark_checkpoint_on_all(tmp_path: Path) -> None:
     whole = torch.ones(4, 3)
     whole[3, 1] = math.nan  # in the shard of rank 1
     tensors = {"weight": distribute_tensor(whole, mesh, [Shard(0)]), "other": torch.ones(2)}
-    store.save(tmp_path, 1, tensors, {}, 2, finite=set(tensors))
+    saving.save(tmp_path, 1, tensors, {}, 2, finite=set(tensors))
     dist.barrier()
     assert marks(tmp_path) == {1: MARK}
     with pytest.raises(CheckpointError, match=MARK):
@@ -212,7 +212,7 @@ def manifest_only(directory: Path, step: int, skipped: int, retention: Retention
     (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
     LocalStorage(directory).publish(writing)
-    store.tidy(directory, step, retention)
+    saving.tidy(directory, step, retention)
 
 
 def test_skipped_steps_count_until_next_update(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_checkpoints_with_weights_of_marked_one_are_ignored(
 ) -> None:
     def save_after(step: int, skipped: int, problem: str | None = None) -> None:
         numbers = {"step": step}
-        store.save(tmp_path, step, state(), numbers, 9, health=Health(problem, skipped))
+        saving.save(tmp_path, step, state(), numbers, 9, health=Health(problem, skipped))
 
     for step, skipped in [(1, 0), (2, 1), (3, 0), (8, 5)]:
         save_after(step, skipped)
@@ -308,7 +308,7 @@ def test_checkpoints_with_weights_of_marked_one_are_ignored(
 
 
 def test_checksum_covers_number_of_skipped_steps(tmp_path: Path) -> None:
-    store.save(tmp_path, 4, state(), {}, 2, health=Health(skipped_in_a_row=3))
+    saving.save(tmp_path, 4, state(), {}, 2, health=Health(skipped_in_a_row=3))
     read = manifest.read(tmp_path / "step-000004")
     assert (read.health.skipped_in_a_row, read.updated_at) == (3, 1)
     file = tmp_path / "step-000004" / STATE_FILE

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import manifest, saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.errors import CheckpointError
 
@@ -42,7 +43,7 @@ def test_keys_become_text_in_json(tmp_path: Path) -> None:
 
 def test_manifest_lists_size_and_checksum_of_files(tmp_path: Path) -> None:
     tensors = {str(size): torch.randn(size) for size in (0, 3, 5000)}
-    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    path = saving.save(tmp_path, 1, tensors, {}, keep=1)
     expected = {
         file.name: FileSum(file.stat().st_size, zlib.crc32(file.read_bytes()))
         for file in path.iterdir()
@@ -61,7 +62,7 @@ def test_checksums_need_no_second_read(tmp_path: Path, monkeypatch: pytest.Monke
         return open_file(path, mode, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", recording)
-    store.save(tmp_path, 1, {"weight": torch.zeros(10)}, {}, keep=1)
+    saving.save(tmp_path, 1, {"weight": torch.zeros(10)}, {}, keep=1)
     assert ("__0_0.distcp", "wb") in opened
     # Retention reads the marks of all checkpoints.
     assert {mode for name, mode in opened if name != STATE_FILE} == {"wb"}
@@ -96,9 +97,9 @@ def test_missing_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_checksum_covers_numbers(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, {}, {"samples": 8}, keep=1)
+    path = saving.save(tmp_path, 1, {}, {"samples": 8}, keep=1)
     assert isinstance(path, Path)
     text = (path / STATE_FILE).read_text()
     (path / STATE_FILE).write_text(text.replace('"samples": 8', '"samples": 9'))
     with pytest.raises(CheckpointError, match="its content does not match its checksum"):
-        _ = store.StoredCheckpoint(path).numbers
+        _ = StoredCheckpoint(path).numbers

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.checkpoint import manifest, recovery, store
+from distmp.checkpoint import manifest, recovery, saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry.records import read_records
@@ -22,7 +23,7 @@ from tests.torchrun import tiny
 def save(directory: Path, *steps: int) -> list[Path]:
     """Save checkpoints and keep all of them; return their directories."""
     for step in steps:
-        store.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
+        saving.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
     return [directory / f"step-{step:06d}" for step in steps]
 
 
@@ -166,7 +167,7 @@ def test_damage_seen_by_one_rank_counts_for_all(
     assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
     tensors = {"step": torch.tensor(0)}
     with pytest.raises(CheckpointError, match="Input/output error"):
-        store.StoredCheckpoint(second).load(tensors)
+        StoredCheckpoint(second).load(tensors)
     assert tensors["step"] == 0
 
 
@@ -179,13 +180,13 @@ def test_checkpoints_that_differ_between_ranks_are_unused(
         other = manifest.read(path)
         monkeypatch.setattr(manifest, "read", lambda _: replace(other, crc32=other.crc32 ^ 1))
     with pytest.raises(CheckpointError, match="is not the same on all ranks"):
-        store.StoredCheckpoint(path).verify()
+        StoredCheckpoint(path).verify()
 
 
 @ranks(2)
 def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"weight {i}": torch.randn(10) for i in range(4)}
-    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    path = saving.save(tmp_path, 1, tensors, {}, keep=1)
     read: list[str] = []
     verify_file = manifest.verify_file
 
@@ -194,7 +195,7 @@ def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Monk
         return verify_file(path, *args)
 
     monkeypatch.setattr(manifest, "verify_file", recording)
-    store.StoredCheckpoint(path).verify()
+    StoredCheckpoint(path).verify()
     expected = [["__0_0.distcp", INDEX_FILE], ["__1_0.distcp"]]
     assert read == expected[dist.get_rank()]
 

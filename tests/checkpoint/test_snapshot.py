@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _Copy, written_here
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
-from tests.checkpoint.test_store import assert_all_equal, plain_tensors
+from tests.checkpoint.test_saving import assert_all_equal, plain_tensors
 from tests.ranks import from_all_ranks, ranks
 
 NO_MEMORY = r"could not be copied to host memory \(MemoryError: not"
@@ -81,10 +82,10 @@ def test_snapshot_saves_every_kind_of_tensor_unchanged(held: bool, tmp_path: Pat
         with torch.no_grad():
             for tensor in live.values():
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
-        path = store.save(tmp_path, step, copied, {}, keep=2)
+        path = saving.save(tmp_path, step, copied, {}, keep=2)
         found = {name: torch.zeros_like(tensor) for name, tensor in expected().items()}
         found["short"] = torch.zeros(1, 3)
-        assert store.StoredCheckpoint(path).load(found) == []
+        assert StoredCheckpoint(path).load(found) == []
         assert_all_equal(found, {**expected(), "short": short})
         fresh = every_kind(rank)
         with torch.no_grad():

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, is_checkpoint
@@ -22,7 +22,7 @@ REMOVE_TREE = shutil.rmtree
 
 
 def write(directory: Path, step: int, content: str = "") -> Path:
-    """Write a checkpoint as `store.save` does, with `content` in place of tensors."""
+    """Write a checkpoint as `saving.save` does, with `content` in place of tensors."""
     writing = LocalStorage(directory).prepare(step)
     (writing / STATE_FILE).write_text(content)
     (writing / INDEX_FILE).touch()
@@ -32,7 +32,7 @@ def write(directory: Path, step: int, content: str = "") -> Path:
 
 def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
     LocalStorage(directory).publish(write(directory, step, content))
-    store.tidy(directory, step, Retention(keep))
+    saving.tidy(directory, step, Retention(keep))
 
 
 def names(directory: Path) -> list[str]:
@@ -89,11 +89,11 @@ def test_discard_removes_unfinished_save(tmp_path: Path, caplog: pytest.LogCaptu
     save(tmp_path, 1)
     write(tmp_path, 2)
     (tmp_path / "step-000001.writing").mkdir()
-    store.discard(tmp_path, 1)
+    saving.discard(tmp_path, 1)
     assert names(tmp_path) == ["step-000001", "step-000002.writing"]
-    store.discard(tmp_path, 2)
+    saving.discard(tmp_path, 2)
     assert names(tmp_path) == ["step-000001"]
-    store.discard(tmp_path / "missing", 2)
+    saving.discard(tmp_path / "missing", 2)
     assert caplog.records == []
 
 

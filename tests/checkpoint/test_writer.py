@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from distmp.checkpoint import store, writer
+from distmp.checkpoint import saving, writer
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import Snapshot, _Copy
 from distmp.checkpoint.storage import LocalStorage
@@ -80,20 +81,20 @@ def make_engine(options: dict[str, Any]) -> Engine:
 
 
 def trained(
-    options: dict[str, Any], saving: CheckpointWriter | None, steps: int = STEPS
+    options: dict[str, Any], writing: CheckpointWriter | None, steps: int = STEPS
 ) -> dict[int, dict[str, Tensor]]:
     """Train and save after steps 2 and 4; return the state after each step."""
     engine = make_engine(options)
-    if saving is not None:
-        saving.guard(engine.optimizer)
+    if writing is not None:
+        writing.guard(engine.optimizer)
     states = {}
     for step in range(1, steps + 1):
         batches = microbatches(step, TWO_RANKS[step % len(TWO_RANKS)], dist.get_rank())
         engine.step(batches)
         states[step] = snapshot(engine)
-        if saving is not None and step % 2 == 0:
+        if writing is not None and step % 2 == 0:
             numbers = {"step": step}
-            saving.save(step, engine.state_dict(), numbers, engine.updated_by_optimizer())
+            writing.save(step, engine.state_dict(), numbers, engine.updated_by_optimizer())
         MORE_TRAINED.release()
     return states
 
@@ -104,7 +105,7 @@ MORE_TRAINED = threading.Semaphore(0)
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delay the copy, and write when training is two steps further."""
-    complete, save = Snapshot.complete, store.save
+    complete, save = Snapshot.complete, saving.save
 
     def complete_later(snapshot: Snapshot) -> dict[str, Tensor]:
         while MORE_TRAINED.acquire(blocking=False):
@@ -118,7 +119,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
         return save(directory, step, *args, **options)
 
     monkeypatch.setattr(Snapshot, "complete", complete_later)
-    monkeypatch.setattr(writer.store, "save", save_later)
+    monkeypatch.setattr(writer.saving, "save", save_later)
 
 
 def assert_same(case: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -136,12 +137,12 @@ def test_save_holds_state_of_its_step(tmp_path: Path) -> None:
 
 def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
     alone = trained(options, None)
-    with make_writer(directory / "blocking", asynchronous=False) as saving:
-        blocking = trained(options, saving)
+    with make_writer(directory / "blocking", asynchronous=False) as writing:
+        blocking = trained(options, writing)
     with pytest.MonkeyPatch.context() as monkeypatch:
         slow(monkeypatch)
-        with make_writer(directory / "asynchronous") as saving:
-            asynchronous = trained(options, saving)
+        with make_writer(directory / "asynchronous") as writing:
+            asynchronous = trained(options, writing)
     for step in range(1, STEPS + 1):
         assert_same(name, blocking[step], alone[step])
         assert_same(name, asynchronous[step], alone[step])
@@ -149,12 +150,12 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
         for step in (2, 4):
             path = directory / way / f"step-{step:06d}"
             engine = make_engine(options)
-            engine.prepare_to_load(store.StoredCheckpoint(path).tensors)
+            engine.prepare_to_load(StoredCheckpoint(path).tensors)
             state = engine.state_dict()
-            assert store.StoredCheckpoint(path).load(state) == []
+            assert StoredCheckpoint(path).load(state) == []
             engine.load_state_dict(state)
             assert_same(name, snapshot(engine), alone[step])
-            assert store.StoredCheckpoint(path).numbers == {"step": step}
+            assert StoredCheckpoint(path).numbers == {"step": step}
 
 
 @pytest.mark.gpu
@@ -167,19 +168,19 @@ def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
     )
     batch = torch.ones(4, width)
     engine.step([batch])
-    with make_writer(tmp_path, keep=9) as saving:
-        saving.guard(engine.optimizer)
-        saving.prepare(engine.state_dict())
+    with make_writer(tmp_path, keep=9) as writing:
+        writing.guard(engine.optimizer)
+        writing.prepare(engine.state_dict())
         expected = {}
         for step in (1, 2, 3):
             expected[step] = snapshot(engine)
-            saving.save(step, engine.state_dict(), {}, engine.updated_by_optimizer())
+            writing.save(step, engine.state_dict(), {}, engine.updated_by_optimizer())
             for _ in range(3):
                 engine.step([batch])
-            saving.finish()
+            writing.finish()
     for step, state in expected.items():
         found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        store.StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
+        StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
         assert_same("cuda", found, state)
 
 
@@ -189,7 +190,7 @@ def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
 def _save_often(directory: Path) -> tuple[list[int], int]:
     """Return the saved steps, and the maximum number of simultaneous saves."""
     active, most, saved = 0, 0, []
-    save = store.save
+    save = saving.save
 
     def noting(directory: Path, step: int, *args: Any, **options: Any) -> Path:
         nonlocal active, most
@@ -202,12 +203,12 @@ def _save_often(directory: Path) -> tuple[list[int], int]:
         return path
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(writer.store, "save", noting)
-        with make_writer(directory, keep=9) as saving:
+        monkeypatch.setattr(writer.saving, "save", noting)
+        with make_writer(directory, keep=9) as writing:
             for step in (1, 2, 3):
-                saving.save(step, {"step": torch.tensor(step)}, {})
-            assert saving.stalled_seconds > 0.1, "waiting for the save before is a stall"
-            saving.save(4, {"step": torch.tensor(4)}, {}, wait=True)
+                writing.save(step, {"step": torch.tensor(step)}, {})
+            assert writing.stalled_seconds > 0.1, "waiting for the save before is a stall"
+            writing.save(4, {"step": torch.tensor(4)}, {}, wait=True)
     return saved, most
 
 
@@ -215,30 +216,30 @@ def test_saves_run_one_after_another(tmp_path: Path) -> None:
     assert run_ranks(_save_often, 2, tmp_path) == [([1, 2, 3, 4], 1)] * 2
     for step in (1, 2, 3, 4):
         found = {"step": torch.tensor(0)}
-        store.StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
+        StoredCheckpoint(tmp_path / f"step-{step:06d}").load(found)
         assert found["step"] == step
 
 
 def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
-    with make_writer(tmp_path) as saving:
-        saving.save(3, {"a": torch.ones(1)}, {"first": True})
-        saving.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
-        assert saving.saved_step == 3
-        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
+    with make_writer(tmp_path) as writing:
+        writing.save(3, {"a": torch.ones(1)}, {"first": True})
+        writing.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
+        assert writing.saved_step == 3
+        assert StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
         # The run has gone back, and reaches step 3 with another state.
-        saving.resumed(1, saved=True)
-        saving.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
-        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
+        writing.resumed(1, saved=True)
+        writing.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
+        assert StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])
 def test_writer_exit_finishes_save(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = store.save
-    monkeypatch.setattr(writer.store, "save", lambda *a, **k: time.sleep(0.2) or save(*a, **k))
-    with contextlib.suppress(CheckpointError, ValueError), make_writer(tmp_path) as saving:
-        saving.save(1, {"a": torch.ones(1)}, {})
+    save = saving.save
+    monkeypatch.setattr(writer.saving, "save", lambda *a, **k: time.sleep(0.2) or save(*a, **k))
+    with contextlib.suppress(CheckpointError, ValueError), make_writer(tmp_path) as writing:
+        writing.save(1, {"a": torch.ones(1)}, {})
         if error is not None:
             raise error
     assert listing.latest(tmp_path) is not None
@@ -249,14 +250,14 @@ def test_hanging_save_does_not_keep_failed_rank_alive(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave = threading.Event()
-    monkeypatch.setattr(writer.store, "save", lambda *_, **__: leave.wait())
+    monkeypatch.setattr(writer.saving, "save", lambda *_, **__: leave.wait())
     monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
     messages: list[str] = []
     with (
         contextlib.suppress(KeyboardInterrupt, ValueError),
-        make_writer(tmp_path, messages) as saving,
+        make_writer(tmp_path, messages) as writing,
     ):
-        saving.save(1, {"a": torch.ones(1)}, {})
+        writing.save(1, {"a": torch.ones(1)}, {})
         raise error
     leave.set()
     assert messages == ["the checkpoint of step 1 was not finished"]
@@ -271,8 +272,8 @@ def test_hanging_copy_does_not_keep_failed_rank_alive(
     monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
     messages: list[str] = []
     started = time.monotonic()
-    with contextlib.suppress(ValueError), make_writer(tmp_path, messages) as saving:
-        saving.save(1, {"a": torch.ones(1)}, {}, held={"a"})
+    with contextlib.suppress(ValueError), make_writer(tmp_path, messages) as writing:
+        writing.save(1, {"a": torch.ones(1)}, {}, held={"a"})
         raise ValueError("of one rank")
     seconds = time.monotonic() - started
     leave.set()
@@ -288,10 +289,10 @@ def test_writer_has_lower_priority_than_training(
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     found: list[int] = []
-    monkeypatch.setattr(writer.store, "save", lambda *_, **__: found.append(priority()))
+    monkeypatch.setattr(writer.saving, "save", lambda *_, **__: found.append(priority()))
     before = priority()
-    with make_writer(tmp_path) as saving:
-        saving.save(1, {"a": torch.ones(1)}, {})
+    with make_writer(tmp_path) as writing:
+        writing.save(1, {"a": torch.ones(1)}, {})
     assert found == [min(before + 10, 19)]
     assert priority() == before
 
@@ -309,18 +310,18 @@ def _fail_in_both_ways(directory: Path) -> dict[bool, dict[str, Any]]:
 def _fail_once(directory: Path, asynchronous: bool) -> dict[str, Any]:
     """Save steps 1 to 3, the second on a disk that is full for rank 1; return the results."""
     messages: list[str] = []
-    with make_writer(directory, messages, asynchronous=asynchronous, keep=1) as saving:
+    with make_writer(directory, messages, asynchronous=asynchronous, keep=1) as writing:
         for step in (1, 2, 3):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if step == 2 and dist.get_rank() == 1:
                     monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
                 tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
-                saving.save(step, tensors, {"step": step}, wait=step == 3)
-                saving.finish()
+                writing.save(step, tensors, {"step": step}, wait=step == 3)
+                writing.finish()
             if step == 2:
                 with pytest.raises(CheckpointError) as error:
-                    saving.check()
-        saving.check()
+                    writing.check()
+        writing.check()
         left = sorted(path.name for path in directory.iterdir())
     dist.barrier()
     return {"said": messages, "error": str(error.value), "left": left}
@@ -345,10 +346,10 @@ def test_failed_save_is_reported_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_writer(tmp_path) as saving:
-        saving.save(1, {"a": torch.ones(1)}, {}, wait=True)
+    with make_writer(tmp_path) as writing:
+        writing.save(1, {"a": torch.ones(1)}, {}, wait=True)
         monkeypatch.setattr(LocalStorage, "publish", _disk_full)
-        saving.save(2, {"a": torch.ones(1)}, {})
+        writing.save(2, {"a": torch.ones(1)}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -358,12 +359,12 @@ def test_save_failure_is_reported_at_next_step(
 ) -> None:
     monkeypatch.setattr(LocalStorage, "publish", _disk_full)
     messages: list[str] = []
-    with make_writer(tmp_path, messages) as saving:
-        saving.save(1, {"a": torch.ones(1)}, {})
+    with make_writer(tmp_path, messages) as writing:
+        writing.save(1, {"a": torch.ones(1)}, {})
         if reported == "is_due":
-            wait_until(lambda: saving.is_due(2) or bool(messages))
+            wait_until(lambda: writing.is_due(2) or bool(messages))
         else:
-            saving.finish()
+            writing.finish()
         assert len(messages) == 1
         assert "no checkpoint has been saved yet; this does not stop the run" in messages[0]
 
@@ -371,8 +372,8 @@ def test_save_failure_is_reported_at_next_step(
 def test_weights_changed_in_forward_are_reported_with_remedy(tmp_path: Path) -> None:
     weight = torch.ones(3)
     messages: list[str] = []
-    with make_writer(tmp_path, messages) as saving:
-        saving.save(1, {"model/weight": weight}, {}, held={"model/weight"})
+    with make_writer(tmp_path, messages) as writing:
+        writing.save(1, {"model/weight": weight}, {}, held={"model/weight"})
         weight.mul_(2)
     assert "model/weight was changed" in messages[0]
     assert "set checkpoint.asynchronous to false" in messages[0]
@@ -382,10 +383,10 @@ def test_weights_changed_in_forward_are_reported_with_remedy(tmp_path: Path) -> 
 @ranks(2)
 def test_rank_without_memory_fails_save_on_all(tmp_path: Path) -> None:
     messages: list[str] = []
-    with make_writer(tmp_path, messages) as saving:
+    with make_writer(tmp_path, messages) as writing:
         if dist.get_rank() == 1:
-            saving._buffers.like = _no_memory  # type: ignore[method-assign]
-        saving.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
+            writing._buffers.like = _no_memory  # type: ignore[method-assign]
+        writing.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
     assert f"cannot save {tmp_path / 'step-000001'}" in messages[0]
     assert "the state could not be copied to host memory (MemoryError: not enough)" in messages[0]
     assert listing.latest(tmp_path) is None
@@ -407,12 +408,12 @@ def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def save(directory, owner, point):
-    saving = make_writer(directory)
-    saving.save(1, {"a": torch.ones(4)}, {})
-    saving.finish()
+    writing = make_writer(directory)
+    writing.save(1, {"a": torch.ones(4)}, {})
+    writing.finish()
     setattr(owner, point, kill)
-    saving.save(2, {"a": torch.zeros(4)}, {})
-    saving.finish()
+    writing.save(2, {"a": torch.zeros(4)}, {})
+    writing.finish()
 
 points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (LocalStorage, "publish")
 for owner, point in points:
@@ -434,7 +435,7 @@ def test_kill_during_save_leaves_previous_checkpoint(tmp_path: Path) -> None:
         latest = listing.latest(tmp_path / point)
         assert latest == tmp_path / point / "step-000001"
         found = {"a": torch.zeros(4)}
-        store.StoredCheckpoint(latest).load(found)
+        StoredCheckpoint(latest).load(found)
         assert torch.equal(found["a"], torch.ones(4))
 
 
@@ -446,7 +447,7 @@ def test_save_failing_before_copies_does_not_stop_training(
 
     monkeypatch.setattr(writer, "lower_priority", fail)
     live = {"weight": torch.ones(100)}
-    with make_writer(tmp_path) as saving:
-        saving.save(1, live, {"step": 1}, held={"weight"})
-        saving.finish()
+    with make_writer(tmp_path) as writing:
+        writing.save(1, live, {"step": 1}, held={"weight"})
+        writing.finish()
         assert not (tmp_path / "step-000001").exists()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
 
 
 def values(step: int) -> dict[str, Tensor]:
@@ -44,4 +44,4 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 def save(directory: Path, step: int, mesh: DeviceMesh | None = None) -> None:
     numbers = {"step": step, "samples": 8 * step}
-    store.save(directory, step, sharded(values(step), mesh), numbers, keep=2)
+    saving.save(directory, step, sharded(values(step), mesh), numbers, keep=2)

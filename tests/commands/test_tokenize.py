@@ -14,7 +14,7 @@ import pytest
 from distmp import cli
 from distmp.commands.tokenize import Encoder, load_encoder
 from distmp.config import load
-from distmp.data.build import build_datasets
+from distmp.data.datasets import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError

@@ -120,7 +120,7 @@ def test_id_outside_vocabulary_names_its_file(tmp_path: Path) -> None:
 READ_LARGE_FILE = """
 import sys
 from pathlib import Path
-from distmp.data.build import build_datasets
+from distmp.data.datasets import build_datasets
 from distmp.data.order import sample_indices
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from benchmarks.figures import ROOT
-from distmp.checkpoint import recovery, settings, store
+from distmp.checkpoint import recovery, saving, settings
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig, load
 from distmp.export.files import MAX_SHARD_SIZE
 from distmp.train import main
@@ -45,9 +46,9 @@ def test_checkpoint_contents_agree_with_page(tmp_path: Path) -> None:
     described = first_column(section("Contents"))
     files = {file.name for file in path.iterdir()}
     assert files == {name for name in described if not name.endswith("...")} - {"__1_0.distcp"}
-    tensors = {f"{name.partition('/')[0]}/..." for name in store.StoredCheckpoint(path).tensors}
+    tensors = {f"{name.partition('/')[0]}/..." for name in StoredCheckpoint(path).tensors}
     assert tensors == {name for name in described if name.endswith("...")}
-    assert {"step", "samples"} <= store.StoredCheckpoint(path).numbers.keys()
+    assert {"step", "samples"} <= StoredCheckpoint(path).numbers.keys()
 
 
 def test_retention_example_agrees_with_page() -> None:
@@ -63,7 +64,7 @@ def test_retention_example_agrees_with_page() -> None:
 def test_damage_message_agrees_with_page(tmp_path: Path) -> None:
     shown = section("Damage").split("```text\n")[1].split(" cannot be used: ")[1]
     assert "has 81920 bytes, not the 94208 that were written" in shown
-    path = store.save(tmp_path, 1, {}, {}, keep=1)
+    path = saving.save(tmp_path, 1, {}, {}, keep=1)
     (path / "__0_0.distcp").write_bytes(b"12")
     [found] = recovery.usable(tmp_path).damaged
     assert found.endswith("/step-000001/__0_0.distcp has 2 bytes, not the 0 that were written")

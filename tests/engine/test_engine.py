@@ -803,7 +803,9 @@ def test_step_copies_nothing_to_another_device(
     monkeypatch.setattr("distmp.engine.step.StepOutcome", Unread)
     monkeypatch.setattr("distmp.distributed.world.DEVICE_TYPES", ("meta",))
     monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
-    monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
+    monkeypatch.setattr(
+        "distmp.buckets.used_parameters.on_host", lambda values: [1] * values.numel()
+    )
     # torch has neither autocast nor this kernel for the device "meta".
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: updated.append(kwargs))

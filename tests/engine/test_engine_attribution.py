@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.buckets.parameters import WATCHED_STEPS
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine import Engine
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.marks import nightly
@@ -682,7 +682,7 @@ def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
         assert not engine.step(batches).numbers.skipped
     with pytest.MonkeyPatch.context() as monkeypatch:
         # As on a device, where the outcome of the previous step is checked.
-        monkeypatch.setattr(Setup, "host_waits", False)
+        monkeypatch.setattr(EngineSetup, "host_waits", False)
         reads = count_calls(monkeypatch, torch.Tensor, READS)
         collectives = count_calls(monkeypatch, dist, COLLECTIVES)
         with Operations() as operations:

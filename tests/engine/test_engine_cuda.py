@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join

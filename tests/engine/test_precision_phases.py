@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distmp.config import PrecisionConfig
 from distmp.engine import Engine
-from distmp.engine.config import EngineConfig
+from distmp.engine.engine_config import EngineConfig
 from distmp.engine.precision_phases import phase_formats
 from distmp.engine.settings import PrecisionPhase, parse_phases
 from distmp.errors import CheckpointError, ConfigError

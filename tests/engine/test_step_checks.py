@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.engine import Engine
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import ConfigError, DistmpError, LostPeerError, SetupError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
@@ -746,7 +746,7 @@ def test_a_loop_that_calls_check_is_not_warned() -> None:
 def test_a_device_that_is_not_waited_for_is_read_one_step_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Setup, "host_waits", False)
+    monkeypatch.setattr(EngineSetup, "host_waits", False)
     engine = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

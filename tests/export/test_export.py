@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.memory import EXACT_MALLOC
 from distmp import cli
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
 from distmp.errors import CheckpointError, ConfigError
 from distmp.export.export import export
 from distmp.export.files import write
@@ -50,7 +50,7 @@ def save_each(directory: Path) -> dict[str, dict[str, Tensor]]:
     for name, options in STRATEGIES.items():
         engine = make_engine(**options)
         train(engine, 2, TWO_RANKS)
-        store.save(directory / name / "checkpoints", 2, engine.state_dict(), {"step": 2}, keep=1)
+        saving.save(directory / name / "checkpoints", 2, engine.state_dict(), {"step": 2}, keep=1)
         found[name] = weights(engine)
     return found
 
@@ -73,7 +73,7 @@ def test_master_weights_of_strategies_load_in_plain_torch(tmp_path: Path) -> Non
 
 
 def checkpoint(directory: Path, tensors: dict[str, Tensor], numbers: Any = None) -> Path:
-    return store.save(directory, 1, tensors, numbers or {}, keep=1)
+    return saving.save(directory, 1, tensors, numbers or {}, keep=1)
 
 
 def test_other_dtypes_are_exported_unchanged(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_export_needs_memory_of_one_tensor(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, tensors)
     program = (
         "import re, sys, torch, distmp.export.export as e\n"
-        "e.store.StoredCheckpoint(e.Path(sys.argv[1])).load({'model/0': torch.empty(4, 2**18)})\n"
+        "e.StoredCheckpoint(e.Path(sys.argv[1])).load({'model/0': torch.empty(4, 2**18)})\n"
         # Not getrusage, which includes the peak of the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) / 1024\n"

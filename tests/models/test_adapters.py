@@ -27,7 +27,7 @@ from distmp.export.export import CheckpointWeights, write_adapter
 from distmp.models import adapters
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.train import main
-from distmp.training.components import build_engine, prepare, start_from_weights
+from distmp.training.components import build_engine, build_model_and_data, start_from_weights
 from distmp.training.run_fingerprint import describe_model
 from distmp.utils.flat_shard import gathered
 from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
@@ -114,7 +114,7 @@ def train_all(path: Path) -> dict[str, Any]:
     for model, strategy, policy in CASES:
         config = load(settings(path, model, strategy, policy))
         world = World.current("cpu")
-        parts = prepare(config, world)
+        parts = build_model_and_data(config, world)
         engine = build_engine(config, parts, world, policy=policy, attribution=False)
         start_from_weights(parts, engine)
         start = full(engine)

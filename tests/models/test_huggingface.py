@@ -23,7 +23,7 @@ from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
 from distmp.train import main
-from distmp.training.components import build_engine, prepare, start_from_weights
+from distmp.training.components import build_engine, build_model_and_data, start_from_weights
 from distmp.utils.settings import from_mapping
 from distmp.utils.settings.yaml_files import read_yaml
 from tests.ranks import run_ranks
@@ -221,7 +221,7 @@ def started(
         ]
     )
     world = World.current("cpu")
-    parts = prepare(config, world)
+    parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy="fp32", attribution=False)
     start_from_weights(parts, engine)
     return engine.model.state_dict()

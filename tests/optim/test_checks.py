@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from distmp.config import load
 from distmp.errors import ConfigError
 from distmp.optim import LearningRates
-from distmp.optim.build import schedule_factory
+from distmp.optim.factories import schedule_factory
 from distmp.optim.learning_rates import build_schedule
 from tests.optim.test_learning_rates import halving, make_optimizer
 from tests.ranks import ranks

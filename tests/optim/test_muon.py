@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.optim import Muon
-from distmp.optim.build import optimizer_factory
+from distmp.optim.factories import optimizer_factory
 from distmp.optim.muon import is_hidden, orthogonalized
 from distmp.optim.settings import OptimizerConfig
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError
-from distmp.optim.build import optimizer_factory
+from distmp.optim.factories import optimizer_factory
 from distmp.optim.optimizer_tensors import ELEMENTWISE, build_on, build_on_shards
 from distmp.optim.settings import OptimizerConfig
 from tests.ranks import ranks

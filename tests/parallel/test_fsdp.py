@@ -17,7 +17,7 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import Head, Transformer, TransformerConfig
-from distmp.parallel.build import build_strategy
+from distmp.parallel.build_strategy import build_strategy
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.strategy import Strategy
 from distmp.precision import policy

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
-from distmp.parallel.build import build_strategy, resolve_strategy
+from distmp.parallel.build_strategy import build_strategy, resolve_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.parallel.settings import STRATEGIES
 from distmp.precision import policy
@@ -91,7 +91,7 @@ import sys, torch
 before = set(sys.modules)
 import distmp
 from distmp.distributed.world import World
-from distmp.parallel.build import build_strategy
+from distmp.parallel.build_strategy import build_strategy
 build_strategy("single", torch.nn.Linear(1, 1), distmp.policy("bf16"), World.current("cpu"))
 print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name
        or (name.startswith("torch.") and "_tensor" in name)

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 
 from distmp import Engine
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.distributed import collectives
 from distmp.errors import ConfigError
 from distmp.optim import Muon, owners
@@ -191,7 +192,7 @@ def _reproducible(microbatches: int) -> dict[str, Tensor]:
 def _save(kind: str, path: Path) -> dict[str, Tensor]:
     engine = build(kind)
     take_steps(engine, 0, 2)
-    store.save(path, 2, engine.state_dict(), {"step": 2}, keep=1)
+    saving.save(path, 2, engine.state_dict(), {"step": 2}, keep=1)
     take_steps(engine, 2, 1)
     return full_state(engine)
 
@@ -199,7 +200,7 @@ def _save(kind: str, path: Path) -> dict[str, Tensor]:
 def _load(kind: str, path: Path) -> dict[str, Tensor]:
     engine = build(kind)
     (directory,) = path.glob("*2*")
-    checkpoint = store.StoredCheckpoint(directory)
+    checkpoint = StoredCheckpoint(directory)
     live = engine.prepare_to_load(checkpoint.tensors)
     assert any(name.endswith("momentum_buffer") for name in live)
     checkpoint.load(live)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.build import build_strategy
+from distmp.parallel.build_strategy import build_strategy
 from distmp.precision import policy
 from tests.ranks import ranks
 from tests.reference import (

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.engine import rank_consistency
 from distmp.errors import ConfigError
 from tests.checkpoint import listing
@@ -92,7 +93,7 @@ def save_after(steps: int, directory: Path, options: dict[str, Any]) -> dict[str
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     engine = make_engine(**options)
     train(engine, steps, SIZES[world_size])
-    store.save(directory, steps, engine.state_dict(), {}, keep=1)
+    saving.save(directory, steps, engine.state_dict(), {}, keep=1)
     train(engine, steps, SIZES[world_size], first=steps)
     return snapshot(engine)
 
@@ -100,9 +101,9 @@ def save_after(steps: int, directory: Path, options: dict[str, Any]) -> dict[str
 def load_and_train(steps: int, checkpoint: Path, options: dict[str, Any]) -> dict[str, Tensor]:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     engine = make_engine(**options)
-    engine.prepare_to_load(store.StoredCheckpoint(checkpoint).tensors)
+    engine.prepare_to_load(StoredCheckpoint(checkpoint).tensors)
     state = engine.state_dict()
-    store.StoredCheckpoint(checkpoint).load(state)
+    StoredCheckpoint(checkpoint).load(state)
     engine.load_state_dict(state)
     train(engine, steps, SIZES[world_size], first=steps)
     return snapshot(engine)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
@@ -314,14 +315,14 @@ def test_a_checkpoint_of_each_strategy_continues_under_each_other(tmp_path: Path
         engines[name] = engine = make_engine(policy="fp16", **options)
         train(engine, 2, TWO_RANKS)
         numbers = {"step": 2, "samples": 0}
-        store.save(tmp_path / name, 2, engine.state_dict(), numbers, keep=1)
+        saving.save(tmp_path / name, 2, engine.state_dict(), numbers, keep=1)
     before = {name: weights(engine) for name, engine in engines.items()}
     for source, target in (
         *((name, "ddp") for name in CHECKPOINTED),
         *(("ddp", name) for name in CHECKPOINTED),
     ):
         engine = make_engine(model=make_model(seed=9), policy="fp16", **CHECKPOINTED[target])
-        restore(engine, store.StoredCheckpoint(listing.latest(tmp_path / source)))
+        restore(engine, StoredCheckpoint(listing.latest(tmp_path / source)))
         assert_same_bits(weights(engine), before[source])
         resumed = make_engine(model=make_model(seed=8), policy="fp16", **CHECKPOINTED[target])
         resumed.load_state_dict(engine.state_dict())

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.distributed import waiting
-from distmp.distributed.waiting import ComputeTime, StepClock, collective_waits
+from distmp.distributed import wait_times
+from distmp.distributed.wait_times import ComputeTime, StepClock, collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.training.callbacks.stragglers import (
@@ -164,7 +164,7 @@ class Moment:
 def begun(monkeypatch: pytest.MonkeyPatch) -> StepClock:
     """Return a clock that has begun at 0 s, and will end at 10 s."""
     now = iter([0.0, 10.0])
-    monkeypatch.setattr(waiting, "TimePoint", lambda device: Moment(next(now)))
+    monkeypatch.setattr(wait_times, "TimePoint", lambda device: Moment(next(now)))
     clock = StepClock(torch.device("cpu"))
     clock.active = True
     clock.begin()

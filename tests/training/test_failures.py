@@ -56,8 +56,8 @@ HANGING = {
 WAITING = {
     "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
     "in its data": "all_gather_single (all_gather_on_stream, distmp/distributed/collectives.py:",
-    "in a save": "all_gather_object (gather, distmp/distributed/ranks.py:",
-    "in the background": "all_gather_object (gather, distmp/distributed/ranks.py:",
+    "in a save": "all_gather_object (gather, distmp/distributed/failing_together.py:",
+    "in the background": "all_gather_object (gather, distmp/distributed/failing_together.py:",
     "stopped": "work.wait (finish, distmp/buckets/reduction.py:",
     "in native code": "work.wait (finish, distmp/buckets/reduction.py:",
 }

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from distmp.checkpoint import manifest
-from distmp.engine.saving import skipped_in_a_row
+from distmp.engine.checkpoints import skipped_in_a_row
 from distmp.export.export import export
 from distmp.train import main
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop

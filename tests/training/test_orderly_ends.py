@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from distmp.checkpoint import store
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -252,7 +252,7 @@ def assert_stopped_once(directory: Path, output: str) -> None:
     assert (directory / "signals").read_text() == "sent ", output
     checkpoint = listing.latest(directory / "run" / "checkpoints")
     assert checkpoint is not None
-    step = store.StoredCheckpoint(checkpoint).numbers["step"]
+    step = StoredCheckpoint(checkpoint).numbers["step"]
     assert 4 <= step < 10
     assert f"stopped after step {step} (" in output
     assert not (directory / "run-2").exists()

@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.checkpoint import store
-from distmp.checkpoint.store import StoredCheckpoint
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
@@ -30,8 +30,8 @@ from distmp.errors import TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
-from distmp.training.build import _Builder
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
+from distmp.training.run import _Builder
 from distmp.training.run_directory import RunDirectory, create_run
 from distmp.training.run_lease import DirectoryChoice, this_job
 from tests import elastic, faulty_runs
@@ -96,7 +96,7 @@ def _kill_after(seconds: float, when: str) -> None:
 
 def _kill_in_save(seconds: float) -> None:
     """Kill this rank some time after the start of the attempt's second save."""
-    own, saves = store.save, []
+    own, saves = saving.save, []
 
     def save(*args: Any, **options: Any) -> Any:
         saves.append(args)
@@ -104,7 +104,7 @@ def _kill_in_save(seconds: float) -> None:
             _kill_after(seconds, "save")
         return own(*args, **options)
 
-    store.save = save  # type: ignore[assignment]
+    saving.save = save  # type: ignore[assignment]
 
 
 def _kill_in_step(seconds: float) -> None:
@@ -321,6 +321,6 @@ def test_damaged_restart_record_is_reported_with_line(tmp_path: Path) -> None:
 
 def _pretend_checkpoint(run: RunDirectory, step: int) -> Path:
     assert isinstance(run.checkpoints, Path)
-    found = store.save(run.checkpoints, step, {"weight": torch.ones(1)}, {"step": step}, keep=9)
+    found = saving.save(run.checkpoints, step, {"weight": torch.ones(1)}, {"step": step}, keep=9)
     assert isinstance(found, Path)
     return found

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from distmp.checkpoint import store
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -111,7 +111,7 @@ def test_rollback_agrees_with_run_without_the_window(tmp_path: Path) -> None:
             "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
         assert {record.divergence is None for record in logged if record.step != 7} == {True}
-        numbers = store.StoredCheckpoint(directory / "run" / "checkpoints" / "step-000014").numbers
+        numbers = StoredCheckpoint(directory / "run" / "checkpoints" / "step-000014").numbers
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
@@ -142,7 +142,7 @@ def test_average_started_after_rollback_is_saved(tmp_path: Path) -> None:
     run(tmp_path, *ROLLBACK, "--steps=6", poisoned=poisoned)
     resumed = trainer(tmp_path, *ROLLBACK, "--ema.decay=0.8", "--resume=auto", poisoned=poisoned)
     die_after_the_rollback(resumed)
-    checkpoint = store.StoredCheckpoint(tmp_path / "run" / "checkpoints" / "step-000006")
+    checkpoint = StoredCheckpoint(tmp_path / "run" / "checkpoints" / "step-000006")
     assert checkpoint.numbers["rollbacks"] == 1
     names = ("model/0.weight", "callbacks/Ema/0.weight")
     weights, average = stored = [torch.empty(8, 6) for _ in names]

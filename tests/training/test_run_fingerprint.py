@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distmp.config import RunConfig
-from distmp.data.build import Datasets
+from distmp.data.datasets import Datasets
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError

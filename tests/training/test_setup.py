@@ -13,7 +13,7 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback, TrainingLoop
-from distmp.training.components import prepare
+from distmp.training.components import build_model_and_data
 from tests.elastic import Job, run_jobs
 from tests.reference import gathered
 from tests.torchrun import corpus, tiny
@@ -25,7 +25,9 @@ MODEL = f"{ReadsMemory.__module__}:{ReadsMemory.__qualname__}"
 def build(directory: Path, *options: str) -> None:
     """Build the model on the first of two ranks."""
     settings = [f"--model.name={MODEL}", f"--data.path={corpus(directory)}", *options]
-    prepare(load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None))
+    build_model_and_data(
+        load([*settings, "--data.sequence-length=16"]), World(0, 2, torch.device("cpu"), None)
+    )
 
 
 @pytest.mark.parametrize(

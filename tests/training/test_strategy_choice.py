@@ -15,9 +15,14 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.precision import resolve
 from distmp.training import strategy_choice
-from distmp.training.build import build_run
-from distmp.training.components import Progress, build_engine, prepare, training_batches
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
 from distmp.training.restarts import Restarts
+from distmp.training.run import build_run
 from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
 from distmp.utils import processes
 from tests.commands.explain.runs import CPU, policy, run
@@ -45,7 +50,7 @@ def chosen(
     """Return the strategy and the reason with so much free memory."""
     monkeypatch.setattr(strategy_choice, "least_free_bytes", lambda _: free)
     with world(local) as simulated:
-        found, reason = choose_strategy(config, prepare(config, simulated), simulated)
+        found, reason = choose_strategy(config, build_model_and_data(config, simulated), simulated)
     return found.strategy, reason
 
 
@@ -63,7 +68,9 @@ def test_fastest_strategy_that_fits_is_chosen_with_reason(
 ) -> None:
     config = config_of(**settings)
     with world() as simulated:
-        elements = sum(p.numel() for p in prepare(config, simulated).model.parameters())
+        elements = sum(
+            p.numel() for p in build_model_and_data(config, simulated).model.parameters()
+        )
     for option, each in zip(OPTIONS, needs, strict=True):
         limit = int(each * elements / SHARE)
         found, reason = chosen(monkeypatch, config, limit + 16)
@@ -146,7 +153,7 @@ def free_bytes(least: int, world: World) -> None:
 def test_ranks_with_different_free_memory_agree() -> None:
     real = World.current("cpu")
     config = config_of(batch={"global_batch_size": 8, "microbatch_size": 2})
-    parts = prepare(config, real)
+    parts = build_model_and_data(config, real)
     # On rank 0 alone, everything would fit.
     elements = sum(parameter.numel() for parameter in parts.model.parameters())
     free_bytes(int(0.8 * 18 * elements / SHARE), real)

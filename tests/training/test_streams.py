@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
-from distmp.training.components import prepare
+from distmp.training.components import build_model_and_data
 from distmp.training.trainer import Trainer
 from tests.ranks import from_all_ranks, ranks
 from tests.reference import assert_same_bits, snapshot
@@ -124,4 +124,4 @@ def test_indivisible_streams_are_refused_before_training(
     tmp_path: Path, data: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare(settings(tmp_path, data=data), World(0, 1, torch.device("cpu"), None))
+        build_model_and_data(settings(tmp_path, data=data), World(0, 1, torch.device("cpu"), None))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from distmp.checkpoint import store
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig, load
 from distmp.models.architecture import build_model
 from distmp.telemetry.records import StepRecord, read_records
@@ -463,7 +463,7 @@ def test_ctrl_c_ends_all_ranks_with_checkpoint(launcher: str, tmp_path: Path) ->
     last = read_records(records)[-1].step
     checkpoint = listing.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    assert store.StoredCheckpoint(checkpoint).numbers["step"] == last
+    assert StoredCheckpoint(checkpoint).numbers["step"] == last
     assert f"stopped after step {last}" in output
     if launcher == "torchrun":
         # torchrun reports the signal with a traceback; the ranks print none.

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import store, writer
+from distmp.checkpoint import writer
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.snapshot import HostBuffers
 from distmp.data import IGNORED
 from distmp.models.loss import next_token_loss
@@ -62,8 +63,8 @@ def saved_steps(run_directory: Path) -> list[int]:
     steps = []
     for path in sorted((run_directory / "checkpoints").glob("step-*")):
         found = {"engine/counts": torch.zeros(3, dtype=torch.int64)}
-        store.StoredCheckpoint(path).load(found)
-        steps.append(store.StoredCheckpoint(path).numbers["step"])
+        StoredCheckpoint(path).load(found)
+        steps.append(StoredCheckpoint(path).numbers["step"])
         assert found["engine/counts"][0] == steps[-1]
     return steps
 
@@ -229,7 +230,7 @@ def saved(tmp_path: Path, *arguments: str) -> list[int]:
     """Train 6 steps; return the steps of the checkpoints."""
     assert main(tiny(tmp_path, "--steps=6", "--checkpoint.keep=99", *arguments)) == 0
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    return [store.StoredCheckpoint(path).numbers["step"] for path in paths]
+    return [StoredCheckpoint(path).numbers["step"] for path in paths]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard, gathered, global_shape, rectangles
 from tests.checkpoint import listing
@@ -73,7 +74,7 @@ def part_of(name: str, values: Tensor) -> Tensor:
 
 
 def save(directory: Path) -> None:
-    store.save(directory, 1, {name: part_of(name, whole(name)) for name in SHAPES}, {}, keep=1)
+    saving.save(directory, 1, {name: part_of(name, whole(name)) for name in SHAPES}, {}, keep=1)
 
 
 def load(path: Path, *, as_slices: bool) -> None:
@@ -81,7 +82,7 @@ def load(path: Path, *, as_slices: bool) -> None:
         name: part_of(name, torch.zeros(shape)) if as_slices else torch.zeros(shape)
         for name, shape in SHAPES.items()
     }
-    store.StoredCheckpoint(path).load(found)
+    StoredCheckpoint(path).load(found)
     for name, tensor in found.items():
         expected = part_of(name, whole(name)) if as_slices else whole(name)
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(expected))
@@ -108,7 +109,7 @@ def test_slices_load_at_other_world_sizes(tmp_path: Path) -> None:
             run_ranks(save, world_size, directory)
         checkpoint = listing.latest(directory)
         assert checkpoint is not None
-        assert store.StoredCheckpoint(checkpoint).tensors["cube"] == ((3, 4, 5), torch.float32)
+        assert StoredCheckpoint(checkpoint).tensors["cube"] == ((3, 4, 5), torch.float32)
         load(checkpoint, as_slices=False)
         load(checkpoint, as_slices=True)
         for other in {2, 4} - {world_size}:
@@ -125,7 +126,7 @@ def test_slice_of_other_shape_is_refused(tmp_path: Path) -> None:
     assert checkpoint is not None
     wrong = FlatShard.of(torch.zeros(35), torch.Size([5, 7]), 0)
     with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):
-        store.StoredCheckpoint(checkpoint).load({"matrix": wrong})
+        StoredCheckpoint(checkpoint).load({"matrix": wrong})
 
 
 @ranks(2)

@@ -51,7 +51,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     Raises:
         DistmpError: On every rank, if a rank cannot use the configuration.
     """
-    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
     checkpoint = components.find_checkpoint(config)

@@ -21,7 +21,7 @@ from distmp.models.metrics import find_metrics
 from distmp.precision import resolve
 from distmp.telemetry.measurements import begin_peak, peak_since
 from distmp.training import components
-from distmp.training.components import Progress, RunComponents
+from distmp.training.components import ModelAndData, Progress
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import bytes_text, counted, text_table
 
@@ -242,7 +242,7 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
         ConfigError: On every rank, if seeds are to be compared without held-out samples.
     """
     # Once, so that all policies are measured with the strategy of the run.
-    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     if config.seeds and parts.datasets.validation is None:
         raise ConfigError("seeds", config.seeds, "needs held-out samples; set data.held_out")
     config, _ = choose_strategy(config, parts, world)
@@ -281,7 +281,7 @@ def measure(
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    parts = world.ranks.all_or_none(lambda: components.prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     start = begin_peak(world.device)
     try:
         engine = components.build_engine(config, parts, world, policy=name, attribution=False)
@@ -308,7 +308,7 @@ def measure(
     )
 
 
-def _held_out(config: CalibrationConfig, parts: RunComponents, engine: Engine) -> dict[str, float]:
+def _held_out(config: CalibrationConfig, parts: ModelAndData, engine: Engine) -> dict[str, float]:
     """Return loss and metrics on held-out samples, the same under every policy and seed."""
     assert parts.datasets.validation is not None  # see `compare`
     batches = evaluation_batches(

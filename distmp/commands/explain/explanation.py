@@ -16,11 +16,11 @@ from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World, local_device
-from distmp.parallel.build import resolve_strategy
+from distmp.parallel.build_strategy import resolve_strategy
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.policy import costs
-from distmp.training.components import prepare, round_frozen
+from distmp.training.components import build_model_and_data, round_frozen
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
@@ -154,7 +154,7 @@ def predict(
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):
         world = World.current(device)
-        parts = prepare(config, world)
+        parts = build_model_and_data(config, world)
         config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
         round_frozen(config, parts, policy)

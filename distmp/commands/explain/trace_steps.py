@@ -20,7 +20,7 @@ from distmp.engine import Engine
 from distmp.engine.replays import STEPS_KEPT
 from distmp.precision import PrecisionPolicy
 from distmp.quantization.layers import LowPrecisionLayers
-from distmp.training.components import Progress, RunComponents, build_engine, training_batches
+from distmp.training.components import ModelAndData, Progress, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes
 
@@ -211,7 +211,7 @@ class StepTrace(NamedTuple):
 
 def trace_steps(
     config: RunConfig,
-    parts: RunComponents,
+    parts: ModelAndData,
     world: World,
     policy: PrecisionPolicy,
     *,
@@ -222,7 +222,7 @@ def trace_steps(
 
     Args:
         config: The configuration of the run.
-        parts: Data, model and loss of the run, see `distmp.training.components.prepare`.
+        parts: Data, model and loss of the run.
         world: The process group; all its ranks must call this function, unless they are simulated.
         policy: The resolved policy.
         steps: Number of steps; optimizer state exists from the second step on.

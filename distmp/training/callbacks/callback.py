@@ -12,7 +12,7 @@ from distmp.diagnosis.attribution import OverflowReport
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.settings import DivergenceConfig
 from distmp.telemetry.measurements import StepTimer
-from distmp.training.build import Run
+from distmp.training.run import Run
 
 
 class SpikeAction(NamedTuple):

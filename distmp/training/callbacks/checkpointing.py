@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.failing_together import describe
 from distmp.distributed.progress import SAVING, current_phase
-from distmp.distributed.ranks import describe
+from distmp.engine.checkpoints import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.engine.saving import StateToSave, described_optimizer, skipped_in_a_row
 from distmp.errors import ConfigError, TrainingError, listed
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.run import Run
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
@@ -270,7 +271,7 @@ class CallbackStates:
             if values:
                 yield name, values
 
-    def restore(self, checkpoint: store.StoredCheckpoint) -> str | None:
+    def restore(self, checkpoint: StoredCheckpoint) -> str | None:
         """Load the states in a checkpoint. Collective over all ranks.
 
         Sharded tensors are loaded in place into those that `state_dict` returns, all others into
@@ -348,7 +349,7 @@ def _unsuitable(values: State) -> str | None:
 
 
 def _difference(
-    checkpoint: store.StoredCheckpoint, lacking: Collection[str], unused: Collection[str]
+    checkpoint: StoredCheckpoint, lacking: Collection[str], unused: Collection[str]
 ) -> str | None:
     parts = []
     if lacking:

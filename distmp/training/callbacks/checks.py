@@ -7,9 +7,9 @@ from distmp.engine import rank_consistency
 from distmp.engine.state import UNUSED
 from distmp.errors import listed
 from distmp.models.adapters import is_adapter
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.validation import Ema
+from distmp.training.run import Run
 from distmp.training.run_lease import LostLeaseError
 
 

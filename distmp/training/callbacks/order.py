@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
 from distmp.errors import ConfigError, nearest
-from distmp.training.build import Run
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -16,6 +15,7 @@ from distmp.training.callbacks.step_logger import StepLogger
 from distmp.training.callbacks.stopping import EarlyStopping, TimeLimit
 from distmp.training.callbacks.stragglers import StragglerDetection
 from distmp.training.callbacks.validation import Ema, Validation
+from distmp.training.run import Run
 from distmp.utils.imports import Entry
 
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmp.distributed.progress import CurrentPhase, current_phase
 from distmp.telemetry.profiler import RankTimes, measured, summary
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
+from distmp.training.run import Run
 
 logger = logging.getLogger("distmp")
 

@@ -11,9 +11,9 @@ from distmp.telemetry import trackers
 from distmp.telemetry.measurements import peak_memory_bytes, summarize
 from distmp.telemetry.records import RecordWriter, StepRecord
 from distmp.telemetry.trackers import Trackers
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
 from distmp.training.callbacks.validation import weight_unit
+from distmp.training.run import Run
 from distmp.utils import settings
 
 # Fields of a record that are those of `StepNumbers`; the overflow of a record has its cause.

@@ -12,9 +12,9 @@ import psutil
 from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import is_under_torchrun
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.run import Run
 
 # The next steps are expected to take as long as the slowest of this many recent ones.
 _STEPS_REMEMBERED = 50

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.waiting import STEPS, ComputeTime
+from distmp.distributed.wait_times import STEPS, ComputeTime
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
+from distmp.training.run import Run
 from distmp.utils.host_copy import HostCopy, numbers_to_device
 
 # A rank is slow if it takes this many times the median of the others, twice in a row.

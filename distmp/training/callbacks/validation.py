@@ -14,8 +14,8 @@ from distmp.engine.evaluation import Evaluation
 from distmp.engine.settings import EmaConfig
 from distmp.models.metrics import find_metrics
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
-from distmp.training.build import Run
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
+from distmp.training.run import Run
 
 
 class Ema(Callback):
@@ -86,7 +86,7 @@ class Validation(Callback):
 
     def __init__(self, run: Run, ema: Ema | None, writer: CheckpointWriter) -> None:
         self._settings = settings = run.config.validation
-        self._dataset = run.components.datasets.validation
+        self._dataset = run.model_and_data.datasets.validation
         self._ema = ema
         self._writer = writer
         self._metrics = find_metrics(settings.metrics)

@@ -29,7 +29,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
-from distmp.training.components import prepare
+from distmp.training.components import build_model_and_data
 from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL_SUMS
 from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run
@@ -238,7 +238,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
         # threads free.
         world = World.current(CPU)
         chosen = resolve(config.precision.policy, CPU)[0]
-        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3)
+        trace = trace_steps(config, build_model_and_data(config, world), world, chosen, steps=3)
         found[name] = sum(trace.peak.values()), trace.start_peak, sent
     return found
 

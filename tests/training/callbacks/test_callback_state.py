@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
@@ -226,7 +226,7 @@ def test_invalid_callback_state_does_not_prevent_checkpoint(tmp_path: Path) -> N
     found = [line for line in lines if "is not saved" in line]
     assert found
     assert found[0].startswith("state_dict() of callback Later is not saved: {'value': (1, 2)} ")
-    numbers = store.StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
+    numbers = StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
     assert [*numbers["callbacks"]] == ["EarlyStopping"]
 
 

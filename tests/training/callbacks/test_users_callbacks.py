@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.errors import ConfigError
 from distmp.train import main
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult, TrainingLoop
@@ -119,7 +119,7 @@ def test_callback_gets_every_step_once_in_order(
 ) -> None:
     """With a skipped step, a rollback, a stop and a resumed run."""
     if late:  # as on a GPU
-        Setup.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
+        EngineSetup.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
     configuration = f"--callbacks={__name__}:recorder"
     python = Recorder("Python", stop_after=11)
     stopped = trainer(tmp_path, configuration, callbacks=(python,))

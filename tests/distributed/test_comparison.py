@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp.distributed.compare_ranks import (
+from distmp.distributed.comparison import (
     Fingerprint,
     check_same,
     describe_model,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.config import load
-from distmp.data.build import build_datasets, identity, is_held_out
+from distmp.data.datasets import build_datasets, identity, is_held_out
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
@@ -266,7 +266,7 @@ def iterator(split: str, sequence_length: int) -> Any:
     return iter([1, 2])
 
 
-HERE = "tests.data.test_build"
+HERE = "tests.data.test_datasets"
 
 
 def test_callable_gets_split_length_and_options() -> None:
@@ -378,7 +378,7 @@ def test_token_identity_contains_number_and_dtype(tmp_path: Path) -> None:
 
 
 def test_identity_of_user_data_has_count_and_extras() -> None:
-    config = DataConfig(source="tests.data.test_build:plain")
+    config = DataConfig(source="tests.data.test_datasets:plain")
     assert identity(build_datasets(config)) == {"samples": 3, "vocabulary": None, "digest": None}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint on storage."""
+"""Reads a checkpoint: verifies it, and loads its tensors without running code from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.storage import INDEX_FILE, all_or_checkpoint_error, named_step
-from distmp.distributed.ranks import Ranks, describe
+from distmp.distributed.failing_together import Ranks, describe
 from distmp.errors import LISTED, CheckpointError
 from distmp.utils.files import read_regular
 from distmp.utils.flat_shard import global_shape
@@ -106,10 +106,11 @@ class StoredCheckpoint:
     Example:
         >>> import torch
         >>> from pathlib import Path
-        >>> from distmp.checkpoint import store
-        >>> path = store.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
+        >>> from distmp.checkpoint import saving
+        >>> from distmp.checkpoint.loading import StoredCheckpoint
+        >>> path = saving.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
         >>> tensors = {"average": torch.zeros(3)}
-        >>> others = store.StoredCheckpoint(path).load(tensors)
+        >>> others = StoredCheckpoint(path).load(tensors)
         >>> tensors["average"]
         tensor([1., 1., 1.])
     """
@@ -134,7 +135,7 @@ class StoredCheckpoint:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that `store.save` received. Raises the errors of `state`."""
+        """The numbers that `saving.save` received. Raises the errors of `state`."""
         return self.state.numbers
 
     @cached_property

@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import manifest, saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
 from tests.checkpoint.sealing import seal
 
 
 def test_load_verifies_unless_already_verified(tmp_path: Path) -> None:
-    path: Path = store.save(tmp_path, 1, {"weight": torch.ones(300)}, {}, keep=1)
-    checkpoint = store.StoredCheckpoint(path)
+    path: Path = saving.save(tmp_path, 1, {"weight": torch.ones(300)}, {}, keep=1)
+    checkpoint = StoredCheckpoint(path)
     data = bytearray((path / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1
     (path / "__0_0.distcp").write_bytes(bytes(data))
@@ -38,13 +39,13 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES}
-    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    path = saving.save(tmp_path, 1, tensors, {}, keep=1)
     assert isinstance(path, Path)
     return path
 
 
 def read_index(path: Path) -> Any:
-    return store.StoredCheckpoint(path).index
+    return StoredCheckpoint(path).index
 
 
 class Payload:
@@ -84,7 +85,7 @@ def test_code_in_the_index_is_refused(path: Path, function: Callable[..., Any]) 
     deceive(path)
 
     tensors = {"torch.float32": torch.ones(2, 3)}
-    for read in (read_index, lambda path: store.StoredCheckpoint(path).load(tensors)):
+    for read in (read_index, lambda path: StoredCheckpoint(path).load(tensors)):
         with pytest.raises(CheckpointError, match="which no checkpoint needs"):
             read(path)
     assert not mark.exists()
@@ -100,7 +101,7 @@ def test_pickled_object_in_place_of_tensor_is_refused(path: Path) -> None:
     entry.offset, entry.length = 0, attack.stat().st_size
     rewrite(path, index)
     with pytest.raises(CheckpointError, match="cannot be used"):
-        store.StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
+        StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
     assert not mark.exists()
 
 
@@ -118,7 +119,7 @@ def test_pickled_object_in_a_data_file_is_refused(path: Path) -> None:
     rewrite(path, index)
     read_index(path)
     with pytest.raises(CheckpointError, match="Weights only load failed"):
-        store.StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
+        StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
     assert not mark.exists()
 
 

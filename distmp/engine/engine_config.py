@@ -1,4 +1,4 @@
-"""The settings of an engine: one frozen dataclass, the same on every rank."""
+"""The arguments of an engine: one frozen dataclass, the same on every rank."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 from distmp.engine.microbatches import MicrobatchStats
-from distmp.engine.setup import Setup
+from distmp.engine.setup import EngineSetup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed
 from distmp.parallel.global_mean import is_mean
@@ -33,7 +33,7 @@ class FirstStep:
         is_done: Whether all checks are complete, so that later steps need none.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         self.is_done = False
         self._setup = setup
         self._world = setup.world

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from distmp.checkpoint import dcp, storage, store
+from distmp.checkpoint import dcp, saving, storage
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.checkpoint import listing
@@ -68,26 +69,26 @@ def assert_all_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    path = store.save(tmp_path / "run", 7, plain_tensors(), NUMBERS, keep=1)
+    path = saving.save(tmp_path / "run", 7, plain_tensors(), NUMBERS, keep=1)
     assert path == listing.latest(tmp_path / "run") == tmp_path / "run" / "step-000007"
     found = zeros(plain_tensors())
     addresses = {name: tensor.data_ptr() for name, tensor in found.items()}
-    assert store.StoredCheckpoint(path).load(found) == []
+    assert StoredCheckpoint(path).load(found) == []
     assert_all_equal(found, plain_tensors())
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
-    assert store.StoredCheckpoint(path).numbers == NUMBERS
+    assert StoredCheckpoint(path).numbers == NUMBERS
     assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_checkpoint_without_tensors_loads(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, {}, {}, keep=1)
-    assert store.StoredCheckpoint(path).load({}) == []
+    path = saving.save(tmp_path, 1, {}, {}, keep=1)
+    assert StoredCheckpoint(path).load({}) == []
 
 
 def test_stored_tensors_list_shapes_and_dtypes(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+    path = saving.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in plain_tensors().items()}
-    assert store.StoredCheckpoint(path).tensors == expected
+    assert StoredCheckpoint(path).tensors == expected
 
 
 def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(Path, "rename", recording_rename)
-    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+    path = saving.save(tmp_path, 1, plain_tensors(), {}, keep=1)
 
     published = events.index("step-000001.writing -> step-000001")
     files = {".metadata.tmp" if file.name == ".metadata" else file.name for file in path.iterdir()}
@@ -116,11 +117,11 @@ def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.Monk
 def test_round_trip(tmp_path: Path) -> None:
     numbers = {"rank": dist.get_rank()}
     tensors = distributed(plain_tensors(), Shard(0))
-    path = store.save(tmp_path, 1, tensors, numbers, keep=1)
+    path = saving.save(tmp_path, 1, tensors, numbers, keep=1)
     found = zeros(tensors)
-    store.StoredCheckpoint(path).load(found)
+    StoredCheckpoint(path).load(found)
     assert_all_equal(found, plain_tensors())
-    assert store.StoredCheckpoint(path).numbers == {"rank": 0}
+    assert StoredCheckpoint(path).numbers == {"rank": 0}
 
 
 PLACEMENTS = (Shard(0), Replicate())
@@ -129,7 +130,7 @@ PLACEMENTS = (Shard(0), Replicate())
 def _save_sharded(directory: Path) -> None:
     for saved in PLACEMENTS:
         tensors = distributed(plain_tensors(), saved)
-        store.save(directory / str(saved), 1, tensors, {}, keep=1)
+        saving.save(directory / str(saved), 1, tensors, {}, keep=1)
 
 
 def _load_sharded(directory: Path) -> None:
@@ -138,7 +139,7 @@ def _load_sharded(directory: Path) -> None:
         tensors = zeros(plain_tensors())
         if loaded is not None:
             tensors = distributed(tensors, loaded)
-        store.StoredCheckpoint(directory / str(saved) / "step-000001").load(tensors)
+        StoredCheckpoint(directory / str(saved) / "step-000001").load(tensors)
         assert_all_equal(tensors, plain_tensors())
 
 
@@ -150,7 +151,7 @@ def test_load_at_other_world_size_and_sharding(tmp_path: Path) -> None:
 
 def test_plain_tensors_load_into_shards_of_other_dimension(tmp_path: Path) -> None:
     expected = torch.randn(6, 5)
-    store.save(tmp_path, 1, {"weight": expected}, {}, keep=1)
+    saving.save(tmp_path, 1, {"weight": expected}, {}, keep=1)
     columns = run_ranks(_load_columns, 2, tmp_path)
     assert torch.equal(torch.cat(columns, dim=1), expected)
 
@@ -158,14 +159,14 @@ def test_plain_tensors_load_into_shards_of_other_dimension(tmp_path: Path) -> No
 def _load_columns(directory: Path) -> Tensor:
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)])
-    store.StoredCheckpoint(directory / "step-000001").load({"weight": weight})
+    StoredCheckpoint(directory / "step-000001").load({"weight": weight})
     return weight.to_local()
 
 
 @ranks(2)
 def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
     tensors = {f"weight {i}": torch.zeros(1000, 250) for i in range(4)}
-    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    path = saving.save(tmp_path, 1, tensors, {}, keep=1)
     written = [file.stat().st_size for file in path.glob("*.distcp")]
     assert len(written) == 2
     assert 4_000_000 < sum(written) < 4_100_000
@@ -176,12 +177,12 @@ def test_save_in_thread_during_collectives(tmp_path: Path) -> None:
     group = dist.new_group()
     tensors = distributed(plain_tensors(), Shard(0))
     with ThreadPoolExecutor(1) as executor:
-        saving = executor.submit(store.save, tmp_path, 1, tensors, {}, keep=1, group=group)
+        task = executor.submit(saving.save, tmp_path, 1, tensors, {}, keep=1, group=group)
         rounds = 0
-        while not (rounds > 20 and agreed(saving.done())):
+        while not (rounds > 20 and agreed(task.done())):
             rounds += 1
     found = zeros(tensors)
-    store.StoredCheckpoint(saving.result()).load(found)
+    StoredCheckpoint(task.result()).load(found)
     assert_all_equal(found, plain_tensors())
 
 
@@ -196,38 +197,38 @@ def agreed(done: bool) -> bool:
 
 
 def test_misfits_are_listed_in_one_error(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, {"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, keep=1)
+    path = saving.save(tmp_path, 1, {"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, keep=1)
     tensors = {"a": torch.zeros(3, 2), "b": torch.zeros(1), "c": torch.zeros(1)}
     with pytest.raises(CheckpointError) as error:
-        store.StoredCheckpoint(path).load(tensors)
+        StoredCheckpoint(path).load(tensors)
     misfits = "'a' has shape [2, 3] in it, not [3, 2]; there is no 'c' in it"
     assert str(error.value) == f"cannot load {path}: it does not fit: {misfits}"
     assert torch.equal(tensors["b"], torch.zeros(1)), "nothing may be read"
 
 
 def test_at_most_five_misfits_are_listed(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
+    path = saving.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
     with pytest.raises(CheckpointError, match=r"no '4' in it; and more$"):
-        store.StoredCheckpoint(path).load({str(i): torch.zeros(1) for i in range(6)})
+        StoredCheckpoint(path).load({str(i): torch.zeros(1) for i in range(6)})
 
 
 def test_tensor_without_memory_is_refused(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
+    path = saving.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
     with pytest.raises(CheckpointError, match="'a' is to be loaded but has no memory"):
-        store.StoredCheckpoint(path).load({"a": torch.zeros(1, device="meta")})
+        StoredCheckpoint(path).load({"a": torch.zeros(1, device="meta")})
 
 
 def test_extra_names_are_returned(tmp_path: Path) -> None:
     tensors = {name: torch.ones(1) for name in ("c", "b", "a")}
-    path = store.save(tmp_path, 1, tensors, {}, keep=1)
-    assert store.StoredCheckpoint(path).load({"b": torch.zeros(1)}) == ["a", "c"]
+    path = saving.save(tmp_path, 1, tensors, {}, keep=1)
+    assert StoredCheckpoint(path).load({"b": torch.zeros(1)}) == ["a", "c"]
 
 
 def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = store.save(tmp_path, 1, {"a": torch.tensor([1 / 3]), "b": torch.ones(1)}, {}, keep=1)
+    path = saving.save(tmp_path, 1, {"a": torch.tensor([1 / 3]), "b": torch.ones(1)}, {}, keep=1)
     found = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(1)}
     with caplog.at_level(logging.WARNING, logger="distmp"):
-        store.StoredCheckpoint(path).load(found)
+        StoredCheckpoint(path).load(found)
     assert torch.equal(found["a"], torch.tensor([1 / 3]).bfloat16())
     assert "converted from torch.float32 to torch.bfloat16" in caplog.text
 
@@ -235,8 +236,8 @@ def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 def test_conversion_is_logged_once_for_all_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = store.save(tmp_path, 1, {"a": torch.ones(1), "b": torch.ones(1)}, {}, keep=1)
-    checkpoint = store.StoredCheckpoint(path)
+    path = saving.save(tmp_path, 1, {"a": torch.ones(1), "b": torch.ones(1)}, {}, keep=1)
+    checkpoint = StoredCheckpoint(path)
     with caplog.at_level(logging.WARNING, logger="distmp"):
         for name, dtype in (("a", torch.bfloat16), ("b", torch.bfloat16), ("b", torch.float16)):
             checkpoint.load({name: torch.zeros(1, dtype=dtype)})
@@ -252,17 +253,17 @@ def _fail(*_: Any, **__: Any) -> None:
 def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str, float]:
     """Save step 1, then step 2 with a failure; return the error and the loaded tensors."""
     tensors = distributed(plain_tensors(), Shard(0))
-    store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
+    saving.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing_rank:
-            owners: list[Any] = [store, storage, LocalStorage, dcp.filesystem.FileSystemWriter]
+            owners: list[Any] = [saving, storage, LocalStorage, dcp.filesystem.FileSystemWriter]
             patch.setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
         with pytest.raises(CheckpointError) as error:
-            store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
+            saving.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
     found = {"mark": torch.tensor(0.0)}
     latest = listing.latest(directory)
     assert latest is not None
-    store.StoredCheckpoint(latest).load(found)
+    StoredCheckpoint(latest).load(found)
     return str(error.value), found["mark"].item()
 
 
@@ -296,11 +297,11 @@ def test_disk_that_fills_during_a_save_is_named(tmp_path: Path) -> None:
         disk(tmp_path / "disk", "size=1m") as directory,
         pytest.raises(CheckpointError, match=cause),
     ):
-        store.save(directory, 1, {"large": torch.zeros(2**20)}, {}, keep=1)
+        saving.save(directory, 1, {"large": torch.zeros(2**20)}, {}, keep=1)
 
 
 def _save_step_3(directory: Path) -> None:
-    store.save(directory, 3, {"mark": torch.tensor(3.0)}, {}, keep=1)
+    saving.save(directory, 3, {"mark": torch.tensor(3.0)}, {}, keep=1)
 
 
 def test_save_after_failure_cleans_up(tmp_path: Path) -> None:
@@ -316,7 +317,7 @@ def _save_to_storage_of_its_own(directory: Path) -> str:
     if dist.get_rank() == 1:
         directory = directory / "other host"
     with pytest.raises(CheckpointError) as error:
-        store.save(directory, 1, tensors, {}, keep=1)
+        saving.save(directory, 1, tensors, {}, keep=1)
     return str(error.value)
 
 
@@ -328,13 +329,13 @@ def test_directory_without_shared_storage_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_must_fit_json(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON serializable"):
-        store.save(tmp_path, 1, {}, {"tensor": torch.ones(1)}, keep=1)
+        saving.save(tmp_path, 1, {}, {"tensor": torch.ones(1)}, keep=1)
     assert listing.latest(tmp_path) is None
 
 
 @ranks(2)
 def test_damage_seen_by_one_rank_fails_all(tmp_path: Path) -> None:
-    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+    path = saving.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     tensors = {"layer.weight": torch.zeros(7, 5 + dist.get_rank())}
     with pytest.raises(CheckpointError, match=r"rank 1: it does not fit: 'layer\.weight'"):
-        store.StoredCheckpoint(path).load(tensors)
+        StoredCheckpoint(path).load(tensors)

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from distmp.checkpoint import store
+from distmp.checkpoint import saving
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
 from distmp.engine import Engine
-from distmp.engine.saving import OPTIMIZER, OWN_NUMBERS
+from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.train import main
 from tests.checkpoint.sealing import seal
@@ -265,9 +266,9 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it does not fit: there is no .model/first\.weight"):
         engine.load(tmp_path / "wider")
     assert_same_bits(snapshot(engine), before)
-    state = store.StoredCheckpoint(tmp_path / "wider" / "step-000001")
+    state = StoredCheckpoint(tmp_path / "wider" / "step-000001")
     more = engine.state_dict() | {"model/scale": torch.ones(1)}
-    store.save(tmp_path / "more", 2, more, {"step": 2}, keep=1)
+    saving.save(tmp_path / "more", 2, more, {"step": 2}, keep=1)
     with pytest.raises(CheckpointError, match=r"holds model/scale, which this model does not hav"):
         engine.load(tmp_path / "more")
     assert_same_bits(snapshot(engine), before)
@@ -423,11 +424,13 @@ def test_the_trainer_and_a_loop_load_each_others_checkpoints(
     assert main([*arguments, "--steps=2", "--run-dir=run"]) == 0
     from distmp.config import load
     from distmp.distributed.world import World
-    from distmp.training.components import build_engine, prepare
+    from distmp.training.components import build_engine, build_model_and_data
 
     config = load(arguments)
     world = World.current("cpu")
-    engine = build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
+    engine = build_engine(
+        config, build_model_and_data(config, world), world, policy="fp32", attribution=False
+    )
     numbers = engine.load("run")
     assert (numbers["step"], numbers["samples"]) == (2, 16)
     state = snapshot(engine)

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from distmp.checkpoint import recovery, storage, store
+from distmp.checkpoint import recovery, storage
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
-from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
@@ -123,7 +124,7 @@ def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:
     return {OPTIMIZER: [name for name in names if name != "object"]}
 
 
-def check_optimizer(engine: SavedEngine, checkpoint: store.StoredCheckpoint) -> None:
+def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
     """Refuse the state of another class of optimizer, which would be loaded without effect.
 
     Raises:
@@ -318,7 +319,7 @@ def load(
 
 
 def load_checkpoint(
-    engine: SavedEngine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
+    engine: SavedEngine, checkpoint: StoredCheckpoint, *, optimizer: bool = True
 ) -> None:
     """Load a checkpoint into an engine. Collective over all ranks.
 
@@ -351,7 +352,7 @@ def load_checkpoint(
     engine.finish_loading(live)
 
 
-def _check_weights(state: Mapping[str, Tensor], checkpoint: store.StoredCheckpoint) -> None:
+def _check_weights(state: Mapping[str, Tensor], checkpoint: StoredCheckpoint) -> None:
     """Check that a checkpoint holds the weights of this model, before anything is changed.
 
     Raises:

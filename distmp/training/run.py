@@ -1,4 +1,4 @@
-"""Builds the components of a training run from its configuration."""
+"""Builds a training run from its configuration."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from distmp.checkpoint import recovery, store
+from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.engine.saving import load_checkpoint
+from distmp.engine.checkpoints import load_checkpoint
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
 from distmp.training import components
-from distmp.training.components import Progress, RunComponents
+from distmp.training.components import ModelAndData, Progress
 from distmp.training.restarts import Restarts
 from distmp.training.run_directory import RunDirectory, record_start, try_to_write
 from distmp.training.run_fingerprint import (
@@ -36,13 +37,13 @@ from distmp.utils.settings.yaml_files import write_yaml
 
 @dataclass(eq=False)
 class Run:
-    """The components of a training run on one rank, as `build_run` returns them.
+    """A training run on one rank, as `build_run` returns them.
 
     Attributes:
         config: The configuration.
         world: The ranks.
         console: Prints messages; quiet on all ranks but the first.
-        components: Data, loss, and the model before it was distributed.
+        model_and_data: Data, loss, and the model before it was distributed.
         engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
         fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
         directory: The directory of the run.
@@ -55,12 +56,12 @@ class Run:
     config: RunConfig
     world: World
     console: Console
-    components: RunComponents
+    model_and_data: ModelAndData
     engine: Engine
     fingerprint: dict[str, Any]
     directory: RunDirectory
     restarts: Restarts
-    checkpoint: store.StoredCheckpoint | None
+    checkpoint: StoredCheckpoint | None
     progress: Progress
     lease: RunLease | None
 
@@ -146,8 +147,8 @@ class _Builder:
             self.console.message(attempt)
         return run
 
-    def _prepare(self) -> RunComponents:
-        parts = components.prepare(self.config, self.world)
+    def _prepare(self) -> ModelAndData:
+        parts = components.build_model_and_data(self.config, self.world)
         components.check_datasets(self.config, parts.datasets)
         return parts
 
@@ -156,7 +157,7 @@ class _Builder:
         known = model.peft is not None and not model.is_import_path
         return known and components.configured_weights(model) is None
 
-    def _find_checkpoint(self) -> store.StoredCheckpoint | None:
+    def _find_checkpoint(self) -> StoredCheckpoint | None:
         """Claim the directory to continue, and return the checkpoint to continue from."""
         config = self.config
 
@@ -175,7 +176,7 @@ class _Builder:
         found = (recovery.resolve(resume, directory.checkpoints) for resume in resumes)
         return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
-    def _choose_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
+    def _choose_directory(self, checkpoint: StoredCheckpoint | None) -> RunDirectory:
         """Return the directory of the run that wrote the checkpoint, or create one, on rank 0."""
 
         def choose() -> str:
@@ -191,7 +192,7 @@ class _Builder:
 def _summary(run: Run, parameters: str) -> Iterator[str]:
     """Yield lines about the run, with the reason for every automatic choice."""
     config, world, engine, batch = run.config, run.world, run.engine, run.config.batch
-    yield f"data: {run.components.datasets.description}"
+    yield f"data: {run.model_and_data.datasets.description}"
     yield (
         f"model: {config.model.name}, {parameters}; "
         f"precision {engine.policy.name} ({engine.policy_reason})"
@@ -202,7 +203,7 @@ def _summary(run: Run, parameters: str) -> Iterator[str]:
         f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
         f"batch {batch.global_batch_size} = {world.world_size} ranks x "
-        f"{run.components.microbatches} microbatches x {batch.microbatch_size} samples"
+        f"{run.model_and_data.microbatches} microbatches x {batch.microbatch_size} samples"
     )
     if isinstance(engine.optimizer, Muon):
         yield f"optimizer: {engine.optimizer.describe()}"
@@ -231,7 +232,7 @@ def _record_start(run: Run) -> None:
     )
 
 
-def _continue_from(checkpoint: store.StoredCheckpoint, run: Run, changes: Changes) -> None:
+def _continue_from(checkpoint: StoredCheckpoint, run: Run, changes: Changes) -> None:
     """Report what changed since the checkpoint, and load it."""
     if run.progress.step >= run.config.steps:
         # A change of `steps` affects the learning rates of later steps, and none are left.

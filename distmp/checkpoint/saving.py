@@ -14,13 +14,9 @@ from torch import Tensor
 
 from distmp.checkpoint import dcp, manifest, storage
 from distmp.checkpoint.settings import Retention
-from distmp.checkpoint.stored import StoredCheckpoint
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import CheckpointError, listed
 from distmp.utils.files import PRIVATE
-
-__all__ = ["StoredCheckpoint", "save"]
-
 
 logger = logging.getLogger("distmp")
 
@@ -74,8 +70,8 @@ def save(
     Example:
         >>> import torch
         >>> from pathlib import Path
-        >>> from distmp.checkpoint import store
-        >>> path = store.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
+        >>> from distmp.checkpoint import saving
+        >>> path = saving.save(Path("saved"), 7, {"average": torch.ones(3)}, {"epoch": 1}, keep=2)
         >>> path.name
         'step-000007'
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distmp.config import RunConfig
-from distmp.data.build import text_files
+from distmp.data.datasets import text_files
 from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError
 from distmp.masking import masked

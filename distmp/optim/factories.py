@@ -1,4 +1,4 @@
-"""Builds optimizers and learning-rate schedules from their settings."""
+"""Returns the functions that build optimizers and learning-rate schedules from settings."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
 from distmp.optim import AdamW, LearningRates
-from distmp.optim.build import (
+from distmp.optim.factories import (
     NamedParameters,
     optimizer_factory,
     schedule_factory,

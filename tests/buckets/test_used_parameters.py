@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.buckets import used as module
-from distmp.buckets.used import UsedParameters
+from distmp.buckets import used_parameters as module
+from distmp.buckets.used_parameters import UsedParameters
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
