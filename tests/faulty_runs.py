@@ -175,3 +175,7 @@ _FAULTS = {
     "allocate": _allocate,
     "index": _index,
 }
+
+
+if __name__ == "__main__":
+    train(sys.argv[1:])

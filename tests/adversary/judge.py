@@ -207,7 +207,7 @@ def _numbers(case: Case, index: int, expected: Expected, numbers: dict[str, Any]
         elif item.name == "learning_rate":
             right = abs(wanted - found) <= 1e-6 * wanted
         elif math.isfinite(wanted):
-            right = abs(wanted - found) <= tolerance * max(abs(wanted), 1e-2)
+            right = abs(wanted - found) <= tolerance * max(abs(wanted), 0.1)
         else:
             right = not math.isfinite(found)
         if not right:

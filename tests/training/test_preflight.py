@@ -54,7 +54,13 @@ def as_rank(case: str, port: int, directory: str, limit: float) -> Result:
         with output.open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 2)
             os._exit(checked(CASES[case], limit))
-    _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if os.WIFSTOPPED(status):  # Once another rank has reported it, it is killed, as by torchrun.
+        reports = [Path(directory) / f"{case}-{rank}" for rank in range(2)]
+        while not any("no rank has made progress" in path.read_text() for path in reports):
+            time.sleep(0.1)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return Result(code, output.read_text())
 
