@@ -133,9 +133,10 @@ class EngineState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
-        state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
-        for name, value in self._strategy.frozen_and_buffers().items():
-            state[f"model/{name}"] = value.detach()
+        held = self._strategy.frozen_and_buffers()
+        state = {f"model/{name}": value.detach() for name, value in held.items()}
+        # These come last: of a parameter that was frozen later, the copy that counts is the master.
+        state |= {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in named_state(self._updates.optimizer, self._updates.names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)

@@ -57,6 +57,10 @@ FOUND_BEFORE = {
          "steps": [{"ranks": [[{}], [{}]], "evaluate": true},
                    {"ranks": [[{"uses": ["side"]}], [{"uses": ["offset", "side"]}]]},
                    {"ranks": [[{}], [{}]]}]}""",
+    "the value of what is frozen during training, when it is loaded": """
+        {"seed": 37697281, "world_size": 1, "policy": "bf16",
+         "steps": [{"ranks": [[{}]]}, {"ranks": [[{}]], "freeze": ["blocks.0.core.bias"]},
+                   {"ranks": [[{}]], "reload": true}]}""",
 }
 
 
