@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.settings import (
-    DivergenceConfig,
-    EmaConfig,
-    RankConsistencyConfig,
-    parse_phases,
-)
+from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig, parse_phases
 from distmp.errors import ConfigError, nearest, require
 from distmp.masking import is_masked
 from distmp.models.settings import EMA_PREFIX, ModelConfig

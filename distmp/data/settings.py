@@ -97,8 +97,8 @@ class DataConfig:
                 f"{hint}, or write an import path 'module:callable'; `distmp data tokenize` turns"
                 " JSON Lines, parquet and text into tokens",
             )
-        if self.source == "tokens" and self.path is None:
-            raise ConfigError("data.path", None, "name the directory of token ids")
+        valid = self.source != "tokens" or self.path is not None
+        require(valid, "data.path", None, "name the directory of token ids")
         if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
             raise ConfigError(
                 "data.pattern",
@@ -122,8 +122,7 @@ class DataConfig:
             )
         for name in ("path", "validation_path"):
             value = getattr(self, name)
-            if value == "":
-                raise ConfigError(f"data.{name}", value, "name a directory, or null")
+            require(value != "", f"data.{name}", value, "name a directory, or null")
             if self.is_import_path and value is not None:
                 problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
                 raise ConfigError(f"data.{name}", value, problem)

@@ -25,7 +25,7 @@ from distmp.distributed.rank_environment import (
     wants_cpu,
 )
 from distmp.distributed.rendezvous_store import PrefixStore, Store
-from distmp.errors import ConfigError, SetupError
+from distmp.errors import ConfigError, SetupError, require
 from distmp.utils.generators import check_seed, seed_all
 
 
@@ -312,8 +312,7 @@ def _check_address(world_size: int) -> None:
                 "the script with torchrun, or call torch.distributed.init_process_group first",
             )
     port = read_integer(os.environ, "MASTER_PORT")
-    if not 0 < port < 2**16:
-        raise ConfigError("MASTER_PORT", port, "must be a port, from 1 to 65535")
+    require(0 < port < 2**16, "MASTER_PORT", port, "must be a port, from 1 to 65535")
 
 
 def _check_group() -> None:

@@ -28,14 +28,7 @@ from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
-from distmp.errors import (
-    CheckpointError,
-    ConfigError,
-    SetupError,
-    TrainingError,
-    listed,
-    require,
-)
+from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed, require
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 

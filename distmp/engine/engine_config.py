@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
@@ -72,14 +72,10 @@ class EngineConfig(AccumulationSettings):
         check_types(self, skip=("policy",))  # `resolve` checks the policy
         super().__post_init__()
         check_max_norm(self.max_norm)
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                "max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
-            )
-        if self.nominal_weight is not None and not 0 < self.nominal_weight < math.inf:
-            raise ConfigError(
-                "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
-            )
+        skips, weight = self.max_consecutive_skips, self.nominal_weight
+        require(skips >= 1, "max_consecutive_skips", skips, "use 1 or more steps")
+        valid = weight is None or 0 < weight < math.inf
+        require(valid, "nominal_weight", weight, "use a finite number above 0, or None")
         check_order(self.precision_phases)
 
     def describe(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
@@ -37,8 +37,7 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     """
     if ":" in name:
         return load_callable("optim.name", name)
-    if name not in OPTIMIZERS:
-        raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
+    require(name in OPTIMIZERS, "optim.name", name, nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
 
 

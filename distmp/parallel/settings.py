@@ -151,5 +151,5 @@ class AccumulationSettings:
 
 def _check_choice(setting: str, value: object, choices: Any) -> None:
     """Refuse a value that is not one of the members of a Literal."""
-    if value not in get_args(choices):
-        raise ConfigError(setting, value, nearest(str(value), get_args(choices)))
+    known = get_args(choices)
+    require(value in known, setting, value, nearest(str(value), known))
