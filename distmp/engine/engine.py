@@ -33,7 +33,7 @@ from distmp.engine.step_checks import (
 )
 from distmp.engine.wrong_index import LatestBatches
 from distmp.errors import ConfigError, SetupError, TrainingError
-from distmp.optim import OptimizerFactory, ScheduleFactory
+from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.strategy import Strategy

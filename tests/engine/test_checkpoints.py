@@ -20,8 +20,8 @@ from distmp.checkpoint import saving
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
-from distmp.engine import Engine
 from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
+from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.train import main
 from tests.checkpoint.sealing import seal
