@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,16 +13,38 @@ from torch import Tensor, nn
 from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.layout import BucketLayout
 from distmp.distributed.collectives import all_gather
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.utils.host_copy import HostCopy
 
 # Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
-WRITTEN = (
-    "was written to (for example by {}), but its value is copied from the optimizer's FP32 master "
-    "weight; write to a model before you build the engine, use engine.load_state_dict, or change "
-    "engine.weights() between steps and call engine.publish_weights()"
+MOVED = (
+    "was moved to other memory (by model.to(), .data = or another engine), which the optimizer "
+    "does not step; change a model before you build the engine"
 )
+WRITTEN = (
+    "was written to (for example by model.load_state_dict, param.data.mul_(), in forward or in a "
+    "hook), but its value is copied from the optimizer's FP32 master weight; write to a model "
+    "before you build the engine, use engine.load_state_dict, or change engine.weights() between "
+    "steps and call engine.publish_weights()"
+)
+UNPUBLISHED = (
+    "engine.weights() were changed without engine.publish_weights(), so forward would use other "
+    "weights than the optimizer; call it after the change, on every rank"
+)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often torch has counted an in-place write to each tensor."""
+    return list(map(operator.attrgetter("_version"), tensors))
+
+
+def _refuse_changed(
+    names: Iterable[str], current: list[int], known: list[int], problem: str
+) -> None:
+    if current != known:
+        changed = itertools.compress(names, map(operator.ne, current, known))
+        raise ConfigError("model", next(changed), problem)
 
 
 class OptimizerParameters:
@@ -35,53 +59,42 @@ class OptimizerParameters:
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
         self.shard_ranges: dict[str, slice] = {}
-        # Parameters in their final memory, the addresses of this memory, and the names of those
-        # whose values are copied from master weights, so that writes to them are lost.
+        # Parameters in their final memory, the addresses of this memory, and those whose values are
+        # copied from master weights, so that writes to them are lost.
         self._held: dict[str, nn.Parameter] = {}
         self._addresses: list[int] = []
-        self._copies: set[str] = set()
+        self._copies: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []
+        self._watched: _WatchedCopies | None = None
 
     def _hold(self, name: str, parameter: nn.Parameter) -> None:
         self._held[name] = parameter
         self._addresses.append(parameter.data_ptr())
 
-    def _current_versions(self) -> list[int]:
-        # torch counts in-place writes.
-        return list(map(operator.attrgetter("_version"), self._held.values()))
-
-    def _accept_values(self) -> None:
-        """Accept the current values of the parameters."""
-        self._versions = self._current_versions()
-
     def check_storage(self) -> None:
-        """Refuse parameters that were moved, and writes that would be lost.
+        """Refuse parameters that were moved.
 
         Raises:
             ConfigError: Naming the first one.
         """
         addresses = list(map(Tensor.data_ptr, self._held.values()))
-        versions = self._current_versions()
-        if (addresses, versions) == (self._addresses, self._versions):
-            return
-        moved = map(operator.ne, addresses, self._addresses)
-        written = map(operator.ne, versions, self._versions)
-        for name, is_moved, is_written in zip(self._held, moved, written, strict=True):
-            if is_moved:
-                raise ConfigError(
-                    "model",
-                    name,
-                    "was moved to other memory (by model.to(), .data = or another engine), which "
-                    "the optimizer does not step; change a model before you build the engine",
-                )
-            if is_written and name in self._copies:
-                raise ConfigError("model", name, WRITTEN.format("model.load_state_dict"))
+        _refuse_changed(self._held, addresses, self._addresses, MOVED)
 
     def check_copies(self) -> None:
-        """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
+        """Refuse values of 16-bit copies that were not published, which would be lost.
+
+        Raises:
+            ConfigError: Naming the first one.
+        """
+        _refuse_changed(self._copies, versions(self._copies.values()), self._versions, WRITTEN)
+        if self._watched is not None:
+            self._watched.check()
 
     def watch_copies(self) -> None:
-        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
+        """Let `check_copies` find writes through `.data` in the next steps."""
+        if self._copies:
+            # Each step compares before its forward, after its backward and after its update.
+            self._watched = _WatchedCopies(self._copies, 3 * WATCHED_STEPS)
 
     def round_gradients(self) -> None:
         """Round gradients to the dtype of 16-bit weights that the optimizer updates."""
@@ -91,7 +104,7 @@ class OptimizerParameters:
 
 
 class _WatchedCopies:
-    """Finds writes to copies of master weights, also in a forward and through `.data`.
+    """Finds writes to copies of master weights, also through `.data`.
 
     The host reads the result of a comparison when it is complete, so it does not wait.
 
@@ -128,9 +141,7 @@ class _WatchedCopies:
             equal = self._comparisons.pop(0).read()
             for name, is_equal in zip(self._parameters, equal, strict=True):
                 if not is_equal:
-                    raise ConfigError(
-                        "model", name, WRITTEN.format("param.data.mul_(), or in forward")
-                    )
+                    raise ConfigError("model", name, WRITTEN)
 
 
 class _Flat(NamedTuple):
@@ -185,7 +196,7 @@ class FlatParameters(OptimizerParameters):
         super().__init__()
         self._buckets = buckets
         self._flat: list[_Flat] = []
-        self._watched: _WatchedCopies | None = None
+        self._published: list[int] = []
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
                 self._flatten(index, layout, values)
@@ -193,22 +204,16 @@ class FlatParameters(OptimizerParameters):
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
         self.publish_weights()
 
-    def check_copies(self) -> None:
-        """Refuse values of 16-bit copies that were not published, after `watch_copies`."""
-        if self._watched is not None:
-            self._watched.check()
+    def check_storage(self) -> None:
+        """Refuse parameters that were moved, and weights that were not published.
 
-    def watch_copies(self) -> None:
-        """Let `check_copies` find writes in a forward or through `.data` in the next steps."""
-        copies = {
-            name: parameter
-            for layout in self._buckets.layouts
-            for name, parameter in zip(layout.names, layout.parameters, strict=True)
-            if parameter.dtype != torch.float32
-        }
-        if copies:
-            # Each step compares before its forward and after its backward.
-            self._watched = _WatchedCopies(copies, 2 * WATCHED_STEPS)
+        Raises:
+            ConfigError: Naming the first parameter that was moved.
+            TrainingError: If weights were written to since `publish_weights`.
+        """
+        super().check_storage()
+        if versions(flat.updated for flat in self._flat) != self._published:
+            raise TrainingError(UNPUBLISHED)
 
     @torch.no_grad()
     def publish_weights(self) -> None:
@@ -221,7 +226,8 @@ class FlatParameters(OptimizerParameters):
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
             work.wait()
-        self._accept_values()
+        self._versions = versions(self._copies.values())
+        self._published = versions(flat.updated for flat in self._flat)
         if self._watched is not None:
             self._watched.record()
 
@@ -254,7 +260,7 @@ class FlatParameters(OptimizerParameters):
             layout.parameters[index].data = views[index]
             self._hold(name, layout.parameters[index])
             if dtype != torch.float32:
-                self._copies.add(name)
+                self._copies[name] = layout.parameters[index]
             # An optimizer needs a leaf tensor; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
@@ -293,7 +299,6 @@ class PureParameters(OptimizerParameters):
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
                     self._hold(name, parameter)
-        self._accept_values()
 
     def round_gradients(self) -> None:
         """Round the gradients in the buckets to the dtype of the weights, for the optimizer."""

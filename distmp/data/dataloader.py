@@ -218,13 +218,14 @@ class DataLoader:
         not count.
 
         Raises:
-            ConfigError: If ranks have different map-style datasets.
+            ConfigError: If ranks have different map-style datasets, or, while they iterate, streams
+                of different lengths.
         """
-        if self._world.group is not None and not is_stream(self.dataset):
+        if self._world.group is not None:
             RollCall(self._world).wait_for_all("DataLoader.once()")
-            if not self._is_compared:
+            if not (self._is_compared or is_stream(self.dataset)):
                 check_same_data(self.dataset, self._division(0), self.seed, self._world.group)
-            self._is_compared = True
+                self._is_compared = True
         return evaluation_batches(
             self.dataset, None, self.microbatch_size, self._world, self.collate_fn
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distmp.data.loading import Batch, Collate, collate_of, is_stream
+from distmp.data.loading import Batch, Collate, check_same_source, collate_of, is_stream
 from distmp.distributed.world import World
 
 
@@ -49,7 +49,7 @@ def evaluation_batches(
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
         groups = _grouped(islice(dataset, samples), microbatch_size)
-        yield from _own(groups, world, combine)
+        yield from _own(groups, world, combine, compared=True)
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
@@ -64,18 +64,27 @@ def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def _own(groups: Iterator[list[Any]], world: World, read: Collate) -> Iterator[Batch | ForwardOnly]:
-    """Yield the microbatches of this rank, each read from its group of samples or indices."""
-    number = 0
-    first: list[Any] = []
-    own: list[Any] = []
-    for number, group in enumerate(groups, 1):
-        first = first or group[:1]
-        if (number - 1) % world.world_size == world.rank:
-            own = group
-        if number % world.world_size == 0:
-            yield read(own)
-            own = []
-    if number % world.world_size:  # the other ranks have one more microbatch
+def _own(
+    groups: Iterator[list[Any]], world: World, read: Collate, *, compared: bool = False
+) -> Iterator[Batch | ForwardOnly]:
+    """Yield the microbatches of this rank, each read from its group of samples or indices.
+
+    Args:
+        groups: The groups of all ranks, one after the other.
+        world: The ranks.
+        read: Makes a microbatch of a group.
+        compared: Whether ranks compare the number of samples up to each microbatch, and at the end:
+            streams of different lengths would leave out samples, or count them twice.
+    """
+    samples = 0
+    while True:
         # One sample is enough where only the forward has to happen.
-        yield read(own) if own else ForwardOnly(read(first))
+        taken: list[list[Any]] = []
+        for _, group in zip(range(world.world_size), groups, strict=False):
+            samples += len(group)
+            taken.append(group if len(taken) == world.rank else group[:1])
+        if compared and world.group is not None:
+            check_same_source(world.group, "dataset", f"{samples:,} samples of a stream")
+        if not taken:
+            return
+        yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(taken[0]))

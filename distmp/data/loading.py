@@ -128,7 +128,7 @@ def steps(
     )
     combine = collate_fn or collate_of(dataset)
     group = None if world is None else world.group
-    check = functools.partial(_check_same, group, setting) if _has_peers(group) else None
+    check = functools.partial(check_same_source, group, setting) if _has_peers(group) else None
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
@@ -150,7 +150,7 @@ def check_same_data(
     if _has_peers(group):
         sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
         seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        _check_same(group, "dataset", _description(sampler, seeded))
+        check_same_source(group, "dataset", _description(sampler, seeded))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -169,7 +169,7 @@ def _has_peers(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1
 
 
-def _check_same(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
+def check_same_source(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
     """Check that all ranks read the same samples, of which each then keeps its share.
 
     Raises:

@@ -83,6 +83,18 @@ class Ranks:
         self._raise_together(self.gather(failure), error, cause)
         return result  # type: ignore[return-value]  # no rank failed
 
+    def all_or_own_error(self, work: Callable[[], T]) -> T:
+        """Run `work` as `all_or_none`, which raises the error of this rank itself, if it failed.
+
+        Raises:
+            DistmpError: The error of `work` on this rank.
+            SetupError: If `work` failed on other ranks only.
+        """
+        try:
+            return self.all_or_none(work)
+        except SetupError as error:
+            raise error.__cause__ or error from None
+
     def from_rank_0(
         self,
         work: Callable[[], T],

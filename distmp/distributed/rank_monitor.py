@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -405,8 +404,7 @@ def current() -> RankMonitor | None:
     if _of_job is not None:
         return _of_job
     if world not in _monitors:
-        # A new group may use the store of the group that was destroyed before it.
-        store = open_store(f"rank monitor {next(_generations)}")
+        store = open_store("rank monitor")
         monitor = RankMonitor(store, dist.get_rank(), world.size()) if store is not None else None
         if monitor is not None:
             monitor.start(world)
@@ -424,7 +422,8 @@ def open_store(purpose: str) -> Store | None:
     """Return a new connection to the store of the default group; None if it cannot be used.
 
     Args:
-        purpose: Prefix of the keys, so that users of the store do not share them.
+        purpose: Prefix of the keys, so that users of the store do not share them. All ranks open it
+            equally often while the store exists.
     """
     try:
         connected = dist.distributed_c10d._get_default_store()
@@ -437,15 +436,16 @@ def open_store(purpose: str) -> Store | None:
         finally:
             connected.set_timeout(timeout)
         store.set_timeout(timedelta(seconds=REJOIN_SECONDS))
+        # A new group may use the store of the group that was destroyed before it.
+        number = store.add(f"distmp/{purpose} of rank {dist.get_rank()}", 1)
     except (RuntimeError, NotImplementedError) as error:
         logger.debug("no connection to the store of the process group: %s", error)
         return None
-    return PrefixStore(f"distmp/scaler/{purpose}", store)
+    return PrefixStore(f"distmp/scaler/{purpose} {number}", store)
 
 
 # By default process group; None where its store cannot be used.
 _monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
     weakref.WeakKeyDictionary()
 )
-_generations = itertools.count()
 _of_job: RankMonitor | None = None

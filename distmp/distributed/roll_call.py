@@ -14,12 +14,14 @@ from distmp.distributed import rank_monitor
 from distmp.distributed.rank_monitor import RankMonitor
 from distmp.distributed.rank_status import Statuses
 from distmp.distributed.world import World
-from distmp.errors import TrainingError
+from distmp.errors import DistmpError, TrainingError
 
 # How long ranks wait before they query the status of missing ranks, and between two queries.
 PATIENCE_SECONDS = 4.0
 # How much later than this rank another one may fail in the same call.
 FAILURE_SECONDS = 5.0
+# In the message of a collective of gloo that has waited for another rank.
+TIMED_OUT = "Timed out waiting"
 
 
 class RollCall:
@@ -55,7 +57,8 @@ class RollCall:
         Raises:
             TrainingError: In place of the error of the collective.
         """
-        if "Timed out waiting" in str(error) and (monitor := self._monitor()) is not None:
+        is_timeout = TIMED_OUT in str(error) and not isinstance(error, DistmpError)
+        if is_timeout and (monitor := self._monitor()) is not None:
             others = monitor.describe(monitor.query(range(monitor.world_size)))
             raise TrainingError(
                 f"rank {monitor.rank} has waited in {monitor.own.engine_call} until the timeout of "

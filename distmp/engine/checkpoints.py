@@ -12,9 +12,9 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,16 +25,16 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.comparison import check_same
+from distmp.distributed.failing_together import Failure
+from distmp.distributed.roll_call import TIMED_OUT
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
-from distmp.errors import CheckpointError, ConfigError, SetupError, TrainingError, listed, require
+from distmp.errors import CheckpointError, ConfigError, TrainingError, listed, require
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 
 logger = logging.getLogger("distmp")
-
-T = TypeVar("T")
 
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
@@ -168,9 +168,8 @@ class Saves:
         wait: bool,
     ) -> Path:
         """Write a checkpoint, see `Engine.save`."""
-        location, retention, own = _on_all_ranks(
-            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers)),
-            self._world,
+        location, retention, own = self._world.ranks.all_or_own_error(
+            lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers))
         )
         _owners[str(location.absolute())] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
@@ -205,7 +204,7 @@ class Saves:
         self._world.ranks.all_or_none(
             self.writer.check,
             catch=CheckpointError,
-            error=lambda failures, _: CheckpointError(failures[min(failures)].message),
+            error=lambda failures, _: _first_cause(failures.values()),
         )
 
     def _open(self, engine: SavedEngine) -> None:
@@ -230,6 +229,11 @@ def _finish_all() -> None:
     error = getattr(sys, "last_value", None)  # the exception that ends the process, if any
     while _writing:
         _writing.pop().__exit__(type(error) if error else None, error, None)
+
+
+def _first_cause(failures: Iterable[Failure]) -> CheckpointError:
+    """Return the error of a rank that did not only wait for others, if there is one."""
+    return CheckpointError(min((f.message for f in failures), key=lambda text: TIMED_OUT in text))
 
 
 def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
@@ -270,21 +274,6 @@ def _retention(keep: int | None) -> Retention:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigError("keep", keep, "use 1 or more checkpoints, or None to keep all")
     return Retention(keep)
-
-
-def _on_all_ranks(work: Callable[[], T], world: World) -> T:
-    """Return the result of `work`, which checks arguments; fail on all ranks if it fails on one.
-
-    Raises:
-        ConfigError: The error of `work` on this rank.
-        SetupError: If `work` failed on other ranks only.
-    """
-    try:
-        return world.ranks.all_or_none(work, catch=ConfigError)
-    except SetupError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
-        raise
 
 
 def _data_position(own: Mapping[str, Any]) -> dict[str, int]:

@@ -32,7 +32,7 @@ from distmp.engine.step_checks import (
     refuse_one_batch,
 )
 from distmp.engine.wrong_index import LatestBatches
-from distmp.errors import ConfigError, SetupError, TrainingError
+from distmp.errors import ConfigError, TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel.reproducible import check_power_of_two
@@ -285,10 +285,7 @@ class Engine:
             self._calls.weights = {
                 f"values of {n}": f"checksum {checksum(v):08x}" for n, v in values
             }
-        try:
-            return self.world.ranks.all_or_none(lambda: self._checked(microbatches, count))
-        except SetupError as error:
-            raise error.__cause__ or error from None  # of this rank, or else of another one
+        return self.world.ranks.all_or_own_error(lambda: self._checked(microbatches, count))
 
     def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
         """Check model, optimizer and microbatches before a step; return the microbatches."""

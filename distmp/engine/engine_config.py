@@ -65,8 +65,7 @@ class EngineConfig(AccumulationSettings):
     first_step_checks: bool = True
     """Check the first step for likely mistakes: a loss that is a mean or depends on parameters
     outside of the model, the same data or different weights on ranks, training in evaluation mode;
-    and the first four for writes through `.data` to 16-bit parameters. The loss function is not
-    called again for this."""
+    and the first four for writes through `.data` to 16-bit parameters."""
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy

@@ -163,6 +163,7 @@ class EngineParts:
             [parameter.requires_grad for parameter in self.parameters],
             self.modes.evaluating(),
             self.setup.buffers.shapes(),
+            updates.tensors.writes(),
         )
 
     def raise_difference(self) -> None:
@@ -191,4 +192,5 @@ class EngineParts:
             **describe_model(self.setup.strategy.module),
             **self.calls.weights,
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
+            "writes to weights": str(updates.tensors.writes()),
         }

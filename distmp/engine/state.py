@@ -133,10 +133,10 @@ class EngineState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
-        held = self._strategy.frozen_and_buffers()
-        state = {f"model/{name}": value.detach() for name, value in held.items()}
-        # These come last: of a parameter that was frozen later, the copy that counts is the master.
-        state |= {f"model/{name}": tensor for name, tensor in self.weights().items()}
+        state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
+        for name, value in self._strategy.frozen_and_buffers().items():
+            # Of a parameter that was frozen during training, the master is stored.
+            state.setdefault(f"model/{name}", value.detach())
         for name, value in named_state(self._updates.optimizer, self._updates.names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
@@ -267,6 +267,7 @@ class EngineState:
         self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
+        self._updates.tensors.forget_writes()
         self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None

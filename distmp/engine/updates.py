@@ -30,6 +30,7 @@ class Updates:
     Attributes:
         optimizer: The optimizer.
         names: Name of each tensor that the optimizer updates, by its `id`.
+        tensors: Checks what the optimizer updates.
         learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
         max_applied: Upper bound of the updates applied, known without waiting for the device.
@@ -51,7 +52,7 @@ class Updates:
         place_matrices(self.optimizer, strategy, self.names, device)
         place_shards(self.optimizer, strategy, self.names)
         self.skips_on_device = prepare_for_device_skip(self.optimizer)
-        self._updated = OptimizerTensors(self.optimizer, parameters)
+        self.tensors = OptimizerTensors(self.optimizer, parameters, strategy.module)
         self.learning_rates = LearningRates(
             self.optimizer, schedule, device, on_device=self.skips_on_device
         )
@@ -66,7 +67,7 @@ class Updates:
         Raises:
             ConfigError: If it was replaced, or has other tensors.
         """
-        self._updated.check(optimizer)
+        self.tensors.check(optimizer)
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -79,7 +80,7 @@ class Updates:
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]
             self._strategy.prepare_optimizer_grads()
-            self._updated.step()
+            self.tensors.step()
         elif decision.found_inf.item() == 0:
             self.max_applied += 1
             for part in self._strategy.gradients():
@@ -87,7 +88,8 @@ class Updates:
                     divisor = decision.grad_scale.to(part.tensors[0].device)
                     torch._foreach_div_(part.tensors, divisor)
             self._strategy.prepare_optimizer_grads()
-            self._updated.step_in_place()
+            self.tensors.step_in_place()
+        self._strategy.check_copies()
         self._strategy.publish_weights()
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:

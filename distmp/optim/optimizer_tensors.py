@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -74,28 +75,61 @@ class OptimizerTensors:
     Args:
         optimizer: The optimizer.
         parameters: The tensors that it updates, `[(name, tensor), ...]`.
+        model: Its trained parameters are these tensors, or copies, in the same order.
 
     Attributes:
         optimizer: The optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: NamedParameters, model: nn.Module
+    ) -> None:
         self.optimizer = optimizer
         self._parameters = parameters
+        self._weights = [tensor for _, tensor in parameters]
+        # Parameters whose `.grad` the optimizer does not read, and those whose `.grad` is rounded
+        # for it, so that a later write to it is lost, too.
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        pairs = [(p, t) for p, (_, t) in zip(trained, parameters, strict=True) if p is not t]
+        self._unread = [parameter for parameter, _ in pairs]
+        self._rounded = [p for p, tensor in pairs if tensor.dtype != torch.float32]
+        self._gradients: list[int] = []
+        self.forget_writes()
         self._is_stepping = False
         self._groups = optimizer.param_groups
         self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
         optimizer.register_step_pre_hook(self._refuse_step)
+        # Before hooks of the user, which may clear gradients.
+        optimizer.register_step_post_hook(self._end_step)
 
     def step(self) -> None:
-        """Step the optimizer."""
+        """Step the optimizer.
+
+        Raises:
+            TrainingError: If a hook has assigned a gradient that the optimizer does not read.
+        """
+        self._gradients = self._gradient_ids()
         self._is_stepping = True
         try:
             self.optimizer.step()
         finally:
             self._is_stepping = False
+
+    def forget_writes(self) -> None:
+        """Count `writes` from 0 on."""
+        self._writes, self._version = 0, self._versions()
+
+    def writes(self) -> int:
+        """Return how often weights were written to in place, except by `step`."""
+        version = self._versions()
+        self._writes += version - self._version
+        self._version = version
+        return self._writes
+
+    def _versions(self) -> int:
+        return sum(map(attrgetter("_version"), self._weights))
 
     def step_in_place(self) -> None:
         """Step the optimizer, and check that it has written to the memory of its tensors.
@@ -143,6 +177,19 @@ class OptimizerTensors:
     def _tensor_ids(self) -> list[int]:
         groups = self.optimizer.param_groups
         return list(map(id, chain.from_iterable(group["params"] for group in groups)))
+
+    def _gradient_ids(self) -> list[int]:
+        """Return what changes if other code assigns a gradient that the optimizer does not read."""
+        rounded = [getattr(parameter.grad, "_version", -1) for parameter in self._rounded]
+        return [*rounded, *map(id, map(attrgetter("grad"), self._unread))]
+
+    def _end_step(self, *_: object) -> None:
+        self._version = self._versions()
+        if self._gradient_ids() != self._gradients:
+            raise TrainingError(
+                "a step pre-hook of the optimizer has changed .grad of model.parameters(), where "
+                "the optimizer does not read it; change the tensors of engine.gradients() in place"
+            )
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_stepping:

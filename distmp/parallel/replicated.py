@@ -53,6 +53,8 @@ class Replicated(strategy.Strategy):
     ) -> None:
         self._settings = settings
         check_buckets(policy, self._settings)
+        if world.group is not None:
+            _check_embeddings(module)
         self._world = world
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)
@@ -92,8 +94,11 @@ class Replicated(strategy.Strategy):
     def check_model(self) -> None:
         self._known.check(self.module)
         self._parameters.check_storage()
-        self._parameters.check_copies()
+        self.check_copies()
         self._buckets.check_storage()
+
+    def check_copies(self) -> None:
+        self._parameters.check_copies()
 
     def watch_copies(self) -> None:
         self._parameters.watch_copies()
@@ -133,7 +138,7 @@ class Replicated(strategy.Strategy):
 
     def finish_gradients(self) -> None:
         self._buckets.finish()
-        self._parameters.check_copies()
+        self.check_copies()
 
     def gradients(self) -> list[GradientPart]:
         if self._buckets.sharded:
@@ -171,6 +176,22 @@ class Replicated(strategy.Strategy):
         if shard is not None and tensor.shape == (shard.stop - shard.start,):
             return FlatShard.of(tensor, self._shapes[name], shard.start)
         return tensor
+
+
+def _check_embeddings(module: nn.Module) -> None:
+    """Refuse embeddings that change rows of their weight in forward: those of a rank's samples.
+
+    Raises:
+        ConfigError: Naming the first one.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigError(
+                "model",
+                name,
+                f"has max_norm={part.max_norm}, which would change other rows on each rank; "
+                "normalize what it returns instead",
+            )
 
 
 def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:

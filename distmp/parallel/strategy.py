@@ -85,6 +85,13 @@ class Strategy(ABC):
                 unfrozen, or written to although its value is copied from a master weight.
         """
 
+    def check_copies(self) -> None:  # noqa: B027 - optional
+        """Refuse parameters that were written to although they are copied from master weights.
+
+        Raises:
+            ConfigError: Naming the first one.
+        """
+
     def watch_copies(self) -> None:  # noqa: B027 - optional
         """Also refuse writes of the model to copies of its weights, in the next steps."""
 

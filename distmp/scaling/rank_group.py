@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,9 +166,7 @@ def _decision_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessG
     others.
     """
     if group not in _decision_groups:
-        name = group.group_name
-        _groups_created[name] += 1
-        store = rank_monitor.open_store(f"decisions {name} {_groups_created[name]}")
+        store = rank_monitor.open_store(f"decisions {group.group_name}")
         if store is None:
             return group
         timeout = group._get_backend(torch.device(device_type)).options._timeout
@@ -178,8 +175,6 @@ def _decision_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessG
 
 
 _decision_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-# By name of the group: a new group may use the store of a destroyed one with the same name.
-_groups_created: Counter[str] = Counter()
 
 
 def _completion_query(device: torch.device) -> Any:

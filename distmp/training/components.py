@@ -20,6 +20,7 @@ from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, build_datasets
 from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
+from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.checkpoints import load_checkpoint
 from distmp.engine.engine import Engine
@@ -38,6 +39,8 @@ from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whol
 from distmp.utils.generators import generators_kept
 
 logger = logging.getLogger("distmp")
+
+_OTHER_WEIGHTS = "ranks find different files; put the files of the model on storage that all share"
 
 
 class ModelAndData(NamedTuple):
@@ -228,10 +231,13 @@ def build_engine(
         **changes: Other fields of the engine's settings.
 
     Raises:
-        ConfigError: If model, policy, strategy and optimizer are not compatible.
+        ConfigError: If model, policy, strategy and optimizer are not compatible, or ranks would
+            start from other weights.
         SetupError: On every rank, if the device of a rank does not support the policy.
     """
     resolved, _ = world.ranks.all_or_none(lambda: resolve(policy, world.device))
+    weights = "none" if parts.weights is None else str(parts.weights.path)
+    check_same(world.group, world.device, {"model weights": weights}, _OTHER_WEIGHTS)
     round_frozen(config, parts, resolved)
     settings = replace(config.engine(parts.microbatches), policy=policy, **changes)
     return Engine(

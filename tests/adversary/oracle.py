@@ -15,7 +15,8 @@
 - A parameter that no rank has ever used is not updated. From its first gradient on any rank, a step
   in which no rank uses it counts as a zero gradient. Dropped microbatches and skipped steps do not
   count (docs/numerics.md, "Parameters without a gradient").
-- A frozen parameter does not change and keeps its state, unless a state is loaded.
+- A frozen parameter does not change and keeps its state.
+- A new engine that loads the state continues as if there was only one.
 
 ReLU has two derivatives at its kink, and rounding decides between them. The oracle can repeat a
 step with the other one (`judge`).
@@ -94,10 +95,8 @@ class Oracle:
         self._case = case
         self._model = build_model(case).double()
         self._optimizer = _OPTIMIZERS[case.optimizer.name](case.optimizer)
-        # Names of the parameters in the optimizer, and in its first group.
-        self._rates: dict[str, float] = {}
-        self._first_rate = 0.0
-        self._start_rates()
+        # Rates of the parameter groups.
+        self._rates: Sequence[float] = case.optimizer.lr, case.optimizer.lr / 2
         self._scale = LossScale(_rules(case))
         self._used: set[str] = set()
         self._nominal = case.nominal_weight
@@ -134,15 +133,9 @@ class Oracle:
             flipped: Inputs of ReLU, as from `near_kinks`, whose other branch is taken.
         """
         step = self._case.steps[index]
-        if step.reload:
-            self._forget(self.frozen)
-            self._reload_rates()
         for name in step.freeze + step.thaw:
             self._model.get_parameter(name).requires_grad_(name in step.thaw)
-        if step.rates:
-            self._first_rate = step.rates[0]
-            self._rates = {name: step.rates[self._group(name)] for name in self._rates}
-        self._adopt()
+        self._rates = step.rates or self._rates
         before = self.buffers
         for block, relu in enumerate(self._relus):
             relu.inputs, relu.flipped = [], [place for b, place in flipped if b == block]
@@ -155,7 +148,7 @@ class Oracle:
         skipped = overflow or sums.weight == 0
         mean = {name: total / sums.weight for name, total in sums.gradients.items() if not skipped}
         norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
-        rate, scale = self._first_rate * self._schedule_factor(), self._scale.value
+        rate, scale = self._rates[0] * self._schedule_factor(), self._scale.value
         if skipped:
             self._restore(before)
         else:
@@ -268,7 +261,7 @@ class Oracle:
             if name not in self._used or not parameter.requires_grad:
                 continue
             gradient = mean.get(name, torch.zeros_like(parameter)) * clip
-            rate = self._rates[name] * self._schedule_factor()
+            rate = self._rates[self._group(name)] * self._schedule_factor()
             decay = 0.0 if self._group(name) else self._case.optimizer.weight_decay
             with torch.no_grad():
                 self._optimizer.update(name, parameter, gradient, rate, decay)
@@ -277,36 +270,6 @@ class Oracle:
         schedule = self._case.schedule
         return schedule_factor(*schedule, self._applied) if schedule else 1.0
 
-    def _start_rates(self) -> None:
-        """Set the rates of the groups of a new optimizer."""
-        self._first_rate = self._case.optimizer.lr
-        self._rates = {}
-        self._adopt()
-
-    def _reload_rates(self) -> None:
-        """Give each group of a new optimizer the stored rate, if its parameters agree on one.
-
-        The engine warns, and rates stay unchanged, if the new one has other parameters.
-        """
-        stored = self._rates
-        self._start_rates()
-        if self._case.schedule or stored.keys() != self._rates.keys():
-            return
-        for group in {self._group(name) for name in self._rates}:
-            names = [name for name in self._rates if self._group(name) == group]
-            rates = {stored[name] for name in names}
-            if len(rates) == 1:
-                (rate,) = rates
-                self._rates.update(dict.fromkeys(names, rate))
-                if group == 0:
-                    self._first_rate = rate
-
-    def _adopt(self) -> None:
-        """Give newly trained parameters the rate of their group."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and name not in self._rates:
-                self._rates[name] = self._case.optimizer.lr / (1 + self._group(name))
-
     def _group(self, name: str) -> int:
         return int(self._case.optimizer.groups == 2 and name.endswith("bias"))
 
@@ -314,12 +277,6 @@ class Oracle:
         self._applied += not skipped
         self._skipped += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-
-    def _forget(self, names: set[str]) -> None:
-        """Drop the state of frozen parameters when a state is loaded (docs/checkpoints.md)."""
-        self._used -= names
-        for name in names:
-            self._optimizer.state.pop(name, None)
 
     def _restore(self, buffers: Tensors) -> None:
         for name, buffer in self._model.named_buffers():

@@ -303,6 +303,17 @@ def test_each_sample_is_evaluated_once() -> None:
             assert sorted(n for part in seen for n in part) == list(range(11))
 
 
+@ranks(2)
+def test_streams_of_other_lengths_on_ranks_are_refused_in_evaluation() -> None:
+    rank = torch.distributed.get_rank()
+    for length in (9, 12, 17, 18):
+        samples = rows(targets=[[n] for n in range(length if rank else 8)])
+        batches = DataLoader(samples.to_iterable_dataset(), 4, 2).once()
+        assert len([next(batches), next(batches)]) == 2
+        with pytest.raises(ConfigError, match=r"dataset = 8 samples of a stream on rank 0; "):
+            next(batches)
+
+
 def test_default_step_is_one_microbatch_per_rank() -> None:
     loader = DataLoader([{"targets": torch.tensor([n])} for n in range(12)], 6)
     assert [len(m["targets"]) for step in loader for m in step] == [6, 6]

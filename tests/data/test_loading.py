@@ -164,7 +164,7 @@ def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
 def test_any_sample_can_serve_as_padding() -> None:
     counted, forward_only = evaluate(Pairs(6))
     assert counted[0].flatten().tolist() == [2, 3]
-    assert [part.tolist() for part in forward_only.batch] == [[[0]], [[0.0]]]
+    assert [part.tolist() for part in forward_only.batch] == [[[4]], [[4.0]]]
 
 
 def test_divisible_dataset_needs_no_padding() -> None:
@@ -183,7 +183,7 @@ def test_dataset_builds_microbatches_in_training_and_evaluation() -> None:
     part: Any = torch.utils.data.Subset(Collated(20), range(10, 16))  # type: ignore[arg-type]
     nested = torch.utils.data.Subset(part, range(6))
     for dataset in (part, nested):
-        expected = [[10 + 11], [14 + 15]], [[12 + 13], [10]]
+        expected = [[10 + 11], [14 + 15]], [[12 + 13], [14]]
         for rank in (0, 1):
             found = [
                 (batch.batch if isinstance(batch, ForwardOnly) else batch)["targets"].tolist()

@@ -291,19 +291,38 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     ) in output
 
 
-@ranks(2, initialize=False)
-def test_rank_monitor_works_with_store_of_rank_0(tmp_path: Path) -> None:
-    rank, port = int(os.environ["RANK"]), tmp_path / "port"
+def _join(directory: Path) -> int:
+    """Initialize the process group with a store of rank 0; return this rank."""
+    rank, port = int(os.environ["RANK"]), directory / "port"
     if rank == 0:
+        directory.mkdir()
         store = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
-        (tmp_path / "new").write_text(str(store.port))
-        (tmp_path / "new").rename(port)
+        (directory / "new").write_text(str(store.port))
+        (directory / "new").rename(port)
     else:
         while not port.exists():
             time.sleep(0.01)
         store = dist.TCPStore("localhost", int(port.read_text()), 2, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    del store
+    return rank
+
+
+@ranks(2, initialize=False)
+def test_rank_monitors_of_a_new_group_meet_although_one_rank_had_one_before(tmp_path: Path) -> None:
+    if _join(tmp_path / "first") == 0:
+        assert rank_monitor.current() is not None
+    dist.barrier()
+    dist.destroy_process_group()
+    _join(tmp_path / "second")
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    error = TrainingError("they do not meet")
+    monitor.meet("the new group", lambda statuses: error, patience_seconds=5)
+
+
+@ranks(2, initialize=False)
+def test_rank_monitor_works_with_store_of_rank_0(tmp_path: Path) -> None:
+    rank = _join(tmp_path / "store")
     work = Work()
     work.step()
     clip = functools.partial(work.scaler.clip_grad_norm_, work.optimizer, 1.0)
@@ -317,6 +336,7 @@ def test_connection_to_store_of_ended_rank_does_not_wait(monkeypatch: pytest.Mon
     timeout = timedelta(seconds=20)
     client = dist.TCPStore("127.0.0.1", server.port, timeout=timeout, wait_for_workers=False)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert rank_monitor.open_store("test") is not None
     del server
     gc.collect()

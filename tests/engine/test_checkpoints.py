@@ -20,6 +20,8 @@ from distmp.checkpoint import saving
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
+from distmp.distributed.failing_together import Ranks
+from distmp.engine import checkpoints
 from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
 from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
@@ -166,6 +168,28 @@ def test_a_failed_save_is_raised_once_on_all_ranks_by_the_next_call(tmp_path: Pa
     engine.save(tmp_path, wait=False)
     engine.wait_for_save()
     assert make_engine(strategy="ddp").load(tmp_path) == {"step": 1}
+
+
+@ranks(2)
+def test_a_save_that_fails_on_one_rank_alone_reports_its_cause(tmp_path: Path) -> None:
+    engine = make_engine(strategy="ddp")
+    gather, calls = Ranks.gather, []
+
+    def gather_or_fail(ranks: Ranks, value: Any) -> list[Any]:
+        """Fail in the last exchange of a save on rank 1, for which rank 0 then waits."""
+        if value == (None, None):  # of a rank that waits for the work of rank 0
+            calls.append(value)
+            if len(calls) == 2:
+                raise RuntimeError("no route to host")
+        return gather(ranks, value)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(checkpoints, "TIMEOUT_SECONDS", 2.0)
+        monkeypatch.setattr(Ranks, "gather", gather_or_fail)
+        engine.save(tmp_path, wait=False)
+        cause = r"cannot save .*: RuntimeError: no route to host"
+        with pytest.raises(CheckpointError, match=cause):
+            engine.wait_for_save()
 
 
 @ranks(2)

@@ -499,7 +499,7 @@ def test_an_fp32_weight_that_is_not_finite_is_named_where_it_lies(
     name = [name for name, part in parts.items() if part.numel()][-1]
     if engine.world.rank == 1:
         with torch.no_grad():
-            parts[name].view(-1)[-1] = math.nan
+            parts[name].data.view(-1)[-1] = math.nan
     engine._strategy.publish_weights()
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.ranks) == ("bad_parameter", (1,))
@@ -690,11 +690,11 @@ def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
     # With ddp there is one bucket; FSDP uses other collectives than all-reduce.
     assert collectives.count("all_reduce") == (2 if strategy == "ddp" else 1)
     assert not [name for name in collectives if "object" in name or "broadcast" in name]
-    # With ddp, comparisons of 16-bit copies with the weights, before forward and after backward,
-    # whose results were copied to the host in a step before.
-    of_copies = ["tolist", "tolist"] if strategy == "ddp" else []
+    # With ddp, comparisons of 16-bit copies with the weights, before forward, after backward and
+    # after the update, whose results were copied to the host in a step before.
+    of_copies = ["tolist"] * 3 if strategy == "ddp" else []
     own = [] if optimizer is fused_adamw else ["item"]
-    assert reads == [*of_copies, *own]
+    assert reads == [*of_copies[:2], *own, *of_copies[2:]]
     assert operations.names.count("aten._local_scalar_dense.default") == len(own)
 
 

@@ -283,7 +283,7 @@ def _corrupt_after(trainer: Trainer, step: int) -> None:
     def stepped(*args: object, **options: object) -> object:
         outcome = original(*args, **options)  # type: ignore[arg-type]
         if trainer.world.rank == 1 and trainer.progress.step + 1 == step:
-            trainer.engine.state_dict()["model/norm.weight"][0] += 0.5
+            trainer.engine.state_dict()["model/norm.weight"].data[0] += 0.5  # not counted
         return outcome
 
     trainer.engine.step = stepped  # type: ignore[method-assign, assignment]

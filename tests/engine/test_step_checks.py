@@ -597,6 +597,88 @@ def write(weight: nn.Parameter) -> None:
         weight.add_(1)
 
 
+LOST = [("bf16", {}), ("bf16-pure", {}), ("bf16", {"shard_optimizer": True})]
+
+
+@ranks(2)
+@in_turn(("policy", "options"), [*LOST, ("fp32", {"shard_optimizer": True})])
+def test_gradients_that_a_hook_sets_where_they_are_not_read_are_refused(
+    policy: str, options: dict[str, Any]
+) -> None:
+    def replace(parameter: nn.Parameter) -> None:
+        parameter.grad = torch.ones(parameter.shape)
+
+    def zero(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    changes: list[Callable[[nn.Parameter], None]] = [replace]
+    if not options:
+        changes.append(remove_gradient)
+    if policy == "bf16-pure":
+        changes.append(zero)
+    for change in changes:
+        engine = make(policy=policy, **options)
+        engine.optimizer.register_step_post_hook(lambda *_, e=engine: e.model.zero_grad())
+        engine.step([pair()])
+        bias = engine.model.get_parameter("bias")
+        engine.optimizer.register_step_pre_hook(lambda *_, c=change, b=bias: c(b))
+        with pytest.raises(TrainingError, match=r"pre-hook of the optimizer has changed \.grad"):
+            engine.step([pair()])
+
+
+def test_gradients_that_a_hook_sets_where_they_are_read_count() -> None:
+    for policy in ("fp32", "bf16"):
+        engine = make(policy=policy)
+        before = engine.weights()["bias"].clone()
+
+        def zero(*_: object, engine: Engine = engine) -> None:
+            for gradient in engine.gradients().values():
+                assert gradient is not None
+                gradient.zero_()
+
+        engine.optimizer.register_step_pre_hook(zero)
+        engine.step([pair()])
+        assert torch.equal(engine.weights()["bias"], before)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_writes_of_a_hook_to_copies_of_weights_are_refused(through_data: bool) -> None:
+    engine = make(policy="bf16")
+    bias = engine.model.get_parameter("bias")
+    clamped = bias.data if through_data else bias.detach()
+    engine.step([pair()])
+    engine.optimizer.register_step_post_hook(lambda *_: clamped.fill_(0.5))
+    with pytest.raises(ConfigError, match="bias': was written to"):
+        engine.step([pair()])
+
+
+def test_writes_in_forward_to_copies_of_weights_are_refused_in_every_step() -> None:
+    model = nn.Linear(3, 2)
+    engine = make(model=model, policy="bf16", first_step_checks=False)
+    engine.step([pair()])
+    model.register_forward_pre_hook(lambda *_: write(model.weight))
+    with pytest.raises(ConfigError, match="weight': was written to"):
+        engine.step([pair()])
+
+
+@ranks(2)
+@in_turn(("policy", "options"), [LOST[0], LOST[2], ("fp32", {"shard_optimizer": True})])
+def test_weights_that_are_changed_without_publishing_are_refused(
+    policy: str, options: dict[str, Any]
+) -> None:
+    engine = make(policy=policy, **options)
+    engine.step([pair()])
+    for publishes in (True, False):
+        for weight in engine.weights().values():
+            weight.mul_(0.5)
+        if publishes:
+            engine.publish_weights()
+            engine.step([pair()])
+    with pytest.raises(TrainingError, match=r"changed without engine\.publish_weights\(\)"):
+        engine.step([pair()])
+
+
 @ranks(2)
 @in_turn("write", [write, lambda weight: weight.data.mul_(2)])
 def test_lost_write_on_one_rank_fails_on_all_ranks(write: Callable[[Tensor], object]) -> None:
@@ -616,6 +698,32 @@ def test_weights_that_differ_between_ranks_fail_in_the_first_step(shard: bool) -
     nn.init.normal_(engine.model.get_parameter("bias").data)
     with pytest.raises(ConfigError, match=r"values of bias = .* on rank 0; .* on rank 1: differs"):
         engine.step([pair()])
+
+
+@ranks(2)
+@in_turn(("policy", "strategy"), [("fp32", "ddp"), ("bf16", "ddp"), ("fp32", "fsdp")])
+def test_weights_that_only_one_rank_writes_to_are_refused_in_every_step(
+    policy: str, strategy: str
+) -> None:
+    engine = make(policy=policy, strategy=strategy, device="cpu")
+    for _ in range(2):
+        engine.weights()["weight"].mul_(2)
+        engine.publish_weights()
+        engine.step([pair()])
+    if engine.world.rank == 0:
+        engine.weights()["weight"].mul_(2)
+    engine.publish_weights()
+    calls = r"writes to weights = \d+ on rank 0; \d+ on rank 1: differs"
+    with pytest.raises(ConfigError, match=calls):
+        engine.step([pair()])
+    engine.load_state_dict(engine.state_dict())
+    engine.step([pair()])
+
+
+@ranks(2)
+def test_embeddings_that_change_their_weight_in_forward_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model = '0': has max_norm=1\.0, which would change"):
+        make(model=nn.Sequential(nn.EmbeddingBag(8, 3, max_norm=1.0), nn.Linear(3, 2)))
 
 
 @ranks(2)

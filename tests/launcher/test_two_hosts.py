@@ -193,7 +193,7 @@ def test_hosts_with_different_files_are_refused(hosts: TwoHosts, tmp_path: Path)
     shutil.copytree(data, own / "data")
     text = (own / "data" / "text3.py").read_text()
     (own / "data" / "text3.py").write_text(text.replace("first", "third", 1))
-    (own / "losses.py").write_text("from distmp.models.loss import next_token_loss as mine  # other\n")
+    (own / "losses.py").write_text("from distmp.models.loss import next_token_loss as mine  #\n")
     words = [
         *rendezvous_at("one:29400"),
         "--",

@@ -11,10 +11,13 @@ import torch
 
 from distmp.config import load
 from distmp.distributed.world import World
+from distmp.errors import ConfigError
+from distmp.export.weights import StoredWeights
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks import Callback, TrainingLoop
-from distmp.training.components import build_model_and_data
+from distmp.training.components import build_engine, build_model_and_data
 from tests.elastic import Job, run_jobs
+from tests.ranks import ranks
 from tests.reference import gathered
 from tests.torchrun import corpus, tiny
 from tests.utils.test_deferred import ReadsMemory
@@ -78,12 +81,25 @@ def test_deferred_and_whole_models_have_equal_bits(tmp_path: Path) -> None:
     done = run_jobs(jobs, tmp_path)
     assert [job.exit_codes for job in done] == [{}] * len(RUNS), done
     digests, losses = set(), set()
-    for number, (ranks, options) in enumerate(RUNS):
+    for number, (size, options) in enumerate(RUNS):
         directory = tmp_path / str(number)
-        digests |= {(directory / f"start-{rank}").read_text() for rank in range(ranks)}
+        digests |= {(directory / f"start-{rank}").read_text() for rank in range(size)}
         records = read_records(directory / "run" / "steps.jsonl")
         assert len(records) == STEPS
         if "--reproducible=True" in options:
             losses.add(tuple(record.loss for record in records))
     assert len(digests) == 1
     assert len(losses) == 1
+
+
+@ranks(2)
+def test_ranks_that_find_other_weights_are_refused(tmp_path: Path) -> None:
+    world = World.current("cpu")
+    config = load(tiny(tmp_path / str(world.rank)))
+    parts = build_model_and_data(config, world)
+    assert parts.weights is None
+    if world.rank == 1:  # as if only this machine had the files
+        parts = parts._replace(weights=StoredWeights(tmp_path / "weights"))
+    found = r"model weights = none on rank 0; .*/weights on rank 1: ranks find different files"
+    with pytest.raises(ConfigError, match=found):
+        build_engine(config, parts, world, policy="fp32")
