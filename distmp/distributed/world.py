@@ -328,15 +328,6 @@ def _check_group() -> None:
         )
 
 
-def keep_until_exit(group: dist.ProcessGroup | None) -> None:
-    """Keep a reference to a group until the process ends.
-
-    With torch 2.13, destroying a gloo group deadlocks if torch's DDP holds the last reference: it
-    holds the interpreter lock and waits for a gloo thread that needs the lock.
-    """
-    atexit.register(lambda: group)
-
-
 def leave() -> None:
     """Destroy the default process group, if there is one, and forget the arguments of `init`.
 

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed.rank_environment import is_true, wants_cpu
-from distmp.distributed.world import keep_until_exit
 from distmp.errors import ConfigError, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
@@ -195,8 +194,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""
-        if dist.is_initialized():
-            keep_until_exit(dist.group.WORLD)
+        # Keep a reference to the process group until the process ends. With torch 2.13, destroying
+        # a gloo group deadlocks if torch's DDP holds the last reference: it holds the interpreter
+        # lock and waits for a gloo thread that needs the lock.
+        atexit.register(lambda group: None, dist.group.WORLD)
         super().end_training()
         self._switches.close()
         atexit.unregister(self._switches.close)

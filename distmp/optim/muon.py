@@ -362,12 +362,7 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
     return [{**group, "params": part, "muon": muon} for muon, part in parts.items() if part]
 
 
-def _check(
-    momentum: float,
-    adjust_lr_fn: str,
-    ns_dtype: str,
-    adamw: Sequence[str] | None,
-) -> None:
+def _check(momentum: float, adjust_lr_fn: str, ns_dtype: str, adamw: Sequence[str] | None) -> None:
     """Refuse values that the optimizer cannot use.
 
     Raises:
