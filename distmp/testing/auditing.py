@@ -10,11 +10,10 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,21 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
-from distmp.testing.classify import GradientMismatch, SplitResult, diagnose, mismatch, over_ranks
-from distmp.testing.losses import LossSum
-from distmp.testing.recording import ByName, ForwardRecord, recorded_steps
-from distmp.testing.reference import Reference
-from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import checksum, map_tensors
-
-# Reductions of more than 16 elements.
-_IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
+from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
+from distmp.testing.gradients import ByName
+from distmp.testing.recording import Step, recorded_steps
+from distmp.testing.reference import LossSum, Reference
+from distmp.utils.tensor_trees import checksum
 
 
 @dataclass(frozen=True)
@@ -85,29 +80,6 @@ class AuditReport:
         return "\n".join(lines)
 
 
-@dataclass
-class _Step(ForwardRecord):
-    """What was seen of one step on this rank, up to the optimizer's.
-
-    Attributes:
-        former: Gradients that were there before the first forward.
-        gradients: Those that the optimizer got.
-        max_norm: What gradients were clipped to.
-        is_clipped_apart: Whether parts of them were.
-    """
-
-    former: ByName = field(default_factory=dict)
-    gradients: ByName = field(default_factory=dict)
-    max_norm: float | None = None
-    is_clipped_apart: bool = False
-
-    @property
-    def may_be_halved(self) -> bool:
-        """Whether the loss is one of which people often take a half: a square, or a sum of two."""
-        squares = {"mse_loss", "mean"}.intersection(loss.function for loss in self.losses)
-        return bool(squares) or len(self.losses) > len(self.forwards)
-
-
 class Audit:
     """Records the steps of a training script.
 
@@ -117,15 +89,15 @@ class Audit:
 
     report: AuditReport
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._current = _Step()
-        self._steps: list[_Step] = []
+    def __init__(self, model: nn.Module, optimizer: Any, loss_sum: LossSum | None) -> None:
+        self._model, self._optimizer, self._loss_sum = model, optimizer, loss_sum
+        self._collectives: Counter[str] = Counter()
+        self._current = Step(self._collectives)
+        self._steps: list[Step] = []
         # Of each update: whether it was skipped, and the learning rates at it.
         self._rates: list[tuple[bool, list[float]]] = []
         self._unused = 0
         self._found: list[GradientMismatch] = []
-        self._collectives: Counter[str] = Counter()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -139,8 +111,8 @@ class Audit:
                 stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
             for owner, name, function in self._watched():
                 stack.enter_context(patch.object(owner, name, function))
-            stack.enter_context(recorded_steps(self._model, self._recorded_step))
-            stack.enter_context(_Collectives(self._collectives))
+            recorder = recorded_steps(self._model, self._recorded_step, self._collectives)
+            stack.enter_context(recorder)
             yield
         self._compare_rates()
         self._found += _in_no_optimizer(self._model, self._optimizer)
@@ -201,7 +173,7 @@ class Audit:
     def _gradients(self) -> ByName:
         return {name: p.grad for name, p in gradients.named_parameters(self._model).items()}
 
-    def _recorded_step(self) -> _Step:
+    def _recorded_step(self) -> Step:
         if not self._current.state:
             with _disable_current_modes():  # its collectives are not the script's
                 self._current.state = gradients.full_state(self._model)
@@ -231,15 +203,10 @@ class Audit:
 
     def _update(self, found: ByName, scale: Any = None, *, skipped: bool) -> None:
         self._rates.append((skipped, self._learning_rates()))
-        step, self._current = self._current, _Step()
+        step, self._current = self._current, Step(self._collectives)
         if not skipped:
             step.gradients = _copied(found, scale or 1.0)
-            self._unused += sum(not forward.is_used for forward in step.forwards)
-            step.forwards = [forward for forward in step.forwards if forward.is_used]
-            step.losses = [loss for loss in step.losses if loss.gradient is not None]
-            graph = [*(f.nodes for f in step.forwards), *(loss.nodes for loss in step.losses)]
-            for nodes in graph:
-                nodes.clear()
+            self._unused += step.end()
             self._steps.append(step)
 
     def _learning_rates(self) -> list[float]:
@@ -254,7 +221,7 @@ class Audit:
                 self._found.append(mismatch("scheduler", ["learning rate"], detail))
                 break
 
-    def finish(self, loss_sum: LossSum | None) -> None:
+    def finish(self) -> None:
         """Compare the recorded steps; every rank has to call it."""
         updates = len(self._steps)
         counts = Ranks(None).gather((updates, len(self._rates) - updates))
@@ -263,7 +230,7 @@ class Audit:
             self._found.append(mismatch("skipped", ["optimizer"], detail))
         elif self._steps:
             try:
-                self._compare(loss_sum)
+                self._compare()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 self._not_decided("gradients", f"could not be computed again: {error}")
         elif not self._found:
@@ -271,71 +238,77 @@ class Audit:
         if self._unused:
             text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
             self._not_decided("model", text)
-        by_rank = Ranks(None).gather((self._found, self._doubts(loss_sum)))
-        doubts = {kind: text for _, each in by_rank for kind, text in each.items()}
-        found = over_ranks([each for each, _ in by_rank])
-        named = tuple((each.kind, str(each)) for each in found if each.kind not in doubts)
-        undecided = tuple(f"{each}{doubts[each.kind]}" for each in found if each.kind in doubts)
+        found = over_ranks(Ranks(None).gather([*map(self._doubted, self._found)]))
+        named = tuple((each.kind, str(each)) for each in found if each.kind)
+        undecided = tuple(str(each) for each in found if not each.kind)
         steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
         self.report = AuditReport(len(counts), steps, named, undecided, collectives)
 
     def _not_decided(self, name: str, text: str) -> None:
         self._found.append(GradientMismatch("", (name,), text))
 
-    def _doubts(self, loss_sum: LossSum | None) -> dict[str, str]:
-        """Return why mismatches of a class may be right."""
-        doubts = {"": ""}
-        if loss_sum is None:
-            doubts["constant"] = "; unless the loss has this weight on purpose: pass loss_sum="
-            if any(step.may_be_halved for step in self._steps):
-                halved = {each.kind for each in self._found if each.text.startswith("0.5 times")}
-                doubts |= dict.fromkeys(halved, "; unless half the loss is wanted: pass loss_sum=")
-            if any(step.has_other_terms for step in self._steps):
-                doubt = "; backward has terms that do not depend on the model's outputs"
-                doubts |= {"unexplained": doubt, "miscounted": doubt}
-        if any(step.is_clipped_apart for step in self._steps):
-            doubts["unexplained"] = "; parts of the gradient are clipped separately"
-        if all(step.max_norm is None for step in self._steps):
-            doubts["clipped"] = "; by a function that was not seen"
-        return doubts
+    def _doubted(self, found: GradientMismatch) -> GradientMismatch:
+        """Return a mismatch as one that is not decided, if it may be right."""
+        steps, assumed = self._steps, self._loss_sum is None
+        is_half = found.text.startswith("0.5 times") and any(map(_may_be_halved, steps))
+        others = "backward has terms that do not depend on the model's outputs"
+        has_others = assumed and any(step.has_other_terms for step in steps)
+        apart = any(step.is_clipped_apart for step in steps)
+        doubts = [
+            (apart, "unexplained", "parts of the gradient are clipped separately"),
+            (has_others, "unexplained", others),
+            (has_others, "miscounted", others),
+            (assumed and is_half, found.kind, "unless half the loss is wanted: pass loss_sum="),
+            (assumed, "constant", "unless the loss has this weight on purpose: pass loss_sum="),
+            (not any(s.max_norm for s in steps), "clipped", "by a function that was not seen"),
+        ]
+        for holds, kind, doubt in doubts:
+            if holds and kind == found.kind:
+                return replace(found, kind="", text=f"{found.text}; {doubt}")
+        return found
 
-    def _compare(self, loss_sum: LossSum | None) -> None:
-        reference = Reference(self._model, loss_sum)
+    def _compare(self) -> None:
+        reference, ranks = Reference(self._model, self._loss_sum), Ranks(None)
+        for step in self._steps:
+            step.gradients = gradients.full_gradients(self._model, step.gradients)
+            step.former = gradients.full_gradients(self._model, step.former)
         # Float64 takes long, and only shows which differences are rounding errors.
         for exact in (False, True):
-            splits = [*self._replayed(reference, exact=exact)]
+            splits = [
+                reference.compared(f"step {number}", step, "accumulated_twice", exact=exact)
+                for number, step in enumerate(self._steps)
+            ]
             found = diagnose(splits, "token_mean")
-            if not any(Ranks(None).gather(bool(found))):
+            if not any(ranks.gather(bool(found))):
                 break
         self._found += found
-        for name in sorted(set.intersection(*(split.unused for split in splits))):
-            self._not_decided(name, "no gradient: unused, or cut off from the loss")
-        inputs = checksum([each.batch for step in self._steps for each in step.forwards])
+        if any(split.is_unlike for split in splits):
+            text = "several, whose weights relative to the first one differ between microbatches"
+            self._not_decided("losses", f"{text}; pass loss_sum=")
         trained = sorted(gradients.trained_parameters(self._model))
+        wrong = {name for each in found for name in each.parameters}
+        for name in trained:
+            if name not in wrong and all(step.gradients[name] is None for step in self._steps):
+                self._not_decided(name, "no gradient: unused, or cut off from the loss")
+        inputs = checksum([each.batch for step in self._steps for each in step.forwards])
         sums = {n: checksum([step.state[n] for step in self._steps]) for n in trained}
-        of_ranks = Ranks(None).gather((inputs, sums))
-        for ranks in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
-            if len(ranks) > 1:
-                text = f"{rank_names(ranks)} have the same inputs in every step"
+        of_ranks = ranks.gather((inputs, sums))
+        for same in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
+            if len(same) > 1:
+                text = f"{rank_names(same)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
         if differ := [name for name in sums if sums[name] != of_ranks[0][1][name]]:
             self._found.append(mismatch("different_weights", differ))
-        calls = [*filter(_IN_16_BITS.match, self._collectives)]
-        # Sums in FP32 hide reductions in 16 bits.
-        if calls and not any("in_16_bits" in each.kind for each in self._found):
-            self._found.append(mismatch("reduced_in_16_bits", ["gradients"], f": {calls[0]}"))
-
-    def _replayed(self, reference: Reference, *, exact: bool) -> Iterator[SplitResult]:
-        """Yield what was measured of each step."""
-        for number, step in enumerate(self._steps):
-            own, full = reference.replay(step, exact=exact), gradients.full_gradients
-            found, former = full(self._model, step.gradients), full(self._model, step.former)
-            name, extra = f"step {number}", "accumulated_twice"
-            yield own.compared(name, step.max_norm, found, extra, former)
 
 
 def _copied(found: ByName, scale: Any = 1.0) -> ByName:
     return {name: None if g is None else g.detach() / scale for name, g in found.items()}
+
+
+def _may_be_halved(step: Step) -> bool:
+    """Return whether people often take a half of the loss: of a square, or a sum of two."""
+    losses = [loss.function for forward in step.forwards for loss in forward.losses]
+    return not {"mse_loss", "mean"}.isdisjoint(losses) or len(losses) > len(step.forwards)
 
 
 def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMismatch]:
@@ -352,29 +325,9 @@ def _parameters(optimizers: Iterable[Any]) -> list[nn.Parameter]:
     return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 
-class _Collectives(TorchDispatchMode):
-    """Counts collectives, those of DDP and FSDP included."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            found: list[Tensor] = []
-            map_tensors(found.append, args[:2])
-            dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
-            name = func._schema.name.rpartition("::")[2].strip("_")
-            self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def audit(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    loss_sum: LossSum | None = None,
+    model: nn.Module, optimizer: Optimizer, *, loss_sum: LossSum | None = None
 ) -> Iterator[Audit]:
     """Check the gradients of a few steps of a running training script.
 
@@ -410,7 +363,7 @@ def audit(
     if optimizer is None:
         problem = "pass one; call trainer.create_optimizer() before, with a Trainer of Transformers"
     require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
-    running = Audit(model, gradients.innermost(model, optimizer))
+    running = Audit(model, gradients.innermost(model, optimizer), loss_sum)
     with running.recorded():
         yield running
-    running.finish(loss_sum)
+    running.finish()

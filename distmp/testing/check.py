@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
-from distmp.testing import classify, gradients
-from distmp.testing.losses import IGNORED, DefaultLoss, LossSum
-from distmp.testing.recording import Forward, ForwardRecord, recorded_steps
-from distmp.testing.reference import Reference
+from distmp.testing import classify, gradients, recording
+from distmp.testing.reference import LossSum, Reference
 
+IGNORED = -100
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
 
 # May return gradients by name of parameter.
@@ -93,10 +96,9 @@ def check_gradient(
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
         each = len(parts) // ranks.world_size
         own = parts[ranks.rank * each :][:each]
-        record, measured = _recorded(train_step, model, [*map(collate or default_collate, own)])
-        mean = {} if other is None else other.replay(record).mean()
-        exact = wanted.replay(record, exact=True)
-        results.append(exact.compared(name, max_norm, measured, extra, mean))
+        step = _recorded(train_step, model, [*map(collate or default_collate, own)])
+        step.former, step.max_norm = other.mean(step) if other else {}, max_norm
+        results.append(wanted.compared(name, step, extra, exact=True))
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
@@ -105,22 +107,86 @@ def check_gradient(
         raise classify.GradientError(problem, found)
 
 
-def _recorded(
-    train_step: TrainStep, model: nn.Module, batches: Sequence[Any]
-) -> tuple[ForwardRecord, dict[str, Tensor | None]]:
+def _recorded(train_step: TrainStep, model: nn.Module, batches: Sequence[Any]) -> recording.Step:
     """Return what a training step used, and the full gradients; every rank has to call it."""
-    record = ForwardRecord(state=gradients.full_state(model))
+    step = recording.Step(Counter(), gradients.full_state(model))
     gradients.remove_gradients(model)
-    with recorded_steps(model, lambda: record), torch.random.fork_rng():
+    with recording.recorded_steps(model, lambda: step, step.collectives), torch.random.fork_rng():
         returned = train_step(model, copy.deepcopy([*batches]))
     names = gradients.named_parameters(model).keys()
     given = returned if isinstance(returned, Mapping) and names & returned.keys() else None
+    step.gradients = gradients.full_gradients(model, given)
     # With another number of forwards, it is unknown which belongs to which microbatch.
-    known = len(record.forwards) == len(batches)
-    states = [each.generators for each in record.forwards] if known else [()] * len(batches)
-    autocast = next((each.autocast for each in record.forwards if each.autocast), None)
-    record.forwards = [Forward([b], {}, s, autocast) for b, s in zip(batches, states, strict=True)]
-    return record, gradients.full_gradients(model, given)
+    known = len(step.forwards) == len(batches)
+    states = [each.generators for each in step.forwards] if known else [()] * len(batches)
+    autocast = next((each.autocast for each in step.forwards if each.autocast), None)
+    step.forwards = [
+        recording.Forward([b], {}, s, autocast) for b, s in zip(batches, states, strict=True)
+    ]
+    return step
+
+
+class _LossCalls(TorchFunctionMode):
+    """Lists calls of loss functions: function, and arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (arguments := recording.loss_arguments(func, args, kwargs)) and result.requires_grad:
+            self.calls.append((func, arguments))
+        return result
+
+
+@dataclass(frozen=True)
+class DefaultLoss:
+    """The sum of the losses of a microbatch, and their number.
+
+    A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
+    and integer labels. The loss is the one of torch that the model calls, or the cross entropy over
+    labels other than -100.
+
+    Attributes:
+        of_samples: Whether it is the sum of the mean losses of samples, and their number.
+    """
+
+    of_samples: bool = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return loss sum and weight of a microbatch."""
+        labels = labels_of(batch)
+        keys = [*batch] if isinstance(batch, Mapping) else type(batch).__name__
+        problem = f"neither a mapping with labels nor inputs and integer labels; {recording.PASS}"
+        require(labels is not None, "microbatch", keys, problem)
+        if isinstance(batch, Mapping):
+            with _LossCalls() as losses:
+                model(**batch)
+            problem = f"are not one; {recording.PASS}"
+            require(len(losses.calls) == 1, "loss functions in forward", len(losses.calls), problem)
+            call = losses.calls[0]
+        else:
+            logits = model(batch[0]).flatten(0, -2)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            call = (
+                cross_entropy,
+                recording.loss_arguments(cross_entropy, [logits, labels.flatten()], {}),
+            )
+        parts = recording.single_losses(*call), recording.counted_losses(*call)
+        sums, tokens = (part.reshape(len(labels), -1).sum(1) for part in parts)
+        if self.of_samples:
+            return (sums / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
+        return sums.sum(), tokens.sum()
+
+
+def labels_of(batch: Any) -> Any:
+    """Return the labels of a mapping, or the integer labels of a pair; None without them."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    labels = batch[1] if is_pair else None
+    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
 
 
 # Relative numbers of samples of consecutive microbatches.
@@ -163,9 +229,8 @@ def _divided(samples: Sequence[Any], parts: int) -> Parts:
 
 def _without_labels(sample: Any) -> Any:
     """Return the sample with all labels ignored; None if it has no integer labels."""
-    is_pair = type(sample) in (tuple, list) and len(sample) == 2
-    labels = sample.get("labels") if isinstance(sample, Mapping) else sample[1] if is_pair else None
+    labels = labels_of(sample)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     ignored = torch.full_like(labels, IGNORED)
-    return (sample[0], ignored) if is_pair else {**sample, "labels": ignored}
+    return {**sample, "labels": ignored} if isinstance(sample, Mapping) else (sample[0], ignored)

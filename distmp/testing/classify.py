@@ -21,8 +21,6 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _TOLERANCE = 2e-5
 # Error of a parameter relative to the whole gradient, where its own is nothing but rounding errors.
 _FLOOR = 1e-6
-# A gradient whose rounding error is above this share shows nothing but rounding.
-_NOISE = 0.1
 # Relative error of 16-bit sums of few terms.
 _ROUNDED = 2.0**-6
 
@@ -74,17 +72,15 @@ class SplitResult:
         max_norm: What the gradient is clipped to on purpose.
         extra: What the term after those of microbatches is: the `sample_mean` or `token_mean`, if
             another one is wanted, or a gradient that may be `accumulated_twice`.
-        products: Of each parameter with a finite gradient: inner products of the gradients of
-            microbatches, that of `extra`, and the measured one.
+        products: Of each parameter: inner products of the gradients of microbatches, that of
+            `extra`, and the measured one.
         noise: Of each of them: the error that the dtypes of the run cause, relative to the gradient
             wanted.
-        missing: Names of parameters without a gradient that they should have.
-        not_finite: Names of parameters whose gradient is NaN or infinite.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
             most one per rank; none if there is one factor, or more.
-        rounded: Names of parameters whose gradient is a sum of several terms that was rounded to 16
-            bits.
-        unused: Names of parameters without a gradient, as they should be.
+        narrow: Names of parameters whose gradient is held in 16 bits.
+        reduction: A collective that has reduced in 16 bits; empty without one.
+        is_unlike: Whether microbatches weight further losses differently, relative to the first.
     """
 
     name: str
@@ -94,11 +90,10 @@ class SplitResult:
     extra: str = "accumulated_twice"
     products: dict[str, Array] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
-    missing: set[str] = field(default_factory=set)
-    not_finite: set[str] = field(default_factory=set)
     shard_factors: tuple[float, ...] = ()
-    rounded: set[str] = field(default_factory=set)
-    unused: set[str] = field(default_factory=set)
+    narrow: set[str] = field(default_factory=set)
+    reduction: str = ""
+    is_unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,12 +209,14 @@ class _Predictions:
     Attributes:
         kinds: Their classes, the wanted one first, then the simplest.
         factors: Class, value and text of each of their factors.
+        products: As of `SplitResult`, of parameters whose gradient is finite.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
     """
 
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split, w = split, split.weights
+        self.products = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
         *_, extra, self.measured = np.eye(w.size + 2)
         found = [
             (kind, np.append(np.broadcast_to(each, w.shape), [0, 0]))
@@ -231,7 +228,7 @@ class _Predictions:
         self.factors = _factors(len(w), w.shape[1], most)
         rows = np.stack([right, *(row for _, row in found)])[:, None]
         self._predicted = rows * np.array([[[value] for _, value, _ in self.factors]])
-        self._products = self.summed(split.products)
+        self._products = self.summed(self.products)
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
             norms = _norm(self._products, self._predicted)[..., None]
@@ -241,26 +238,24 @@ class _Predictions:
 
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""
-        found = [self.split.products[name] for name in names if name in self.split.products]
+        found = [self.products[name] for name in names if name in self.products]
         return np.sum([np.zeros((len(self.measured),) * 2), *found], 0)
 
-    def shows(self, name: str) -> bool:
-        """Return whether there is a gradient that shows more than rounding errors."""
-        products, noise = self.split.products.get(name), self.split.noise.get(name, 0.0)
-        return products is not None and (
-            noise <= _NOISE or products[-1, -1] > 1e-4 * self._products[-1, -1]
-        )
+    def lacks(self, name: str) -> bool:
+        """Return whether there is no gradient, although there should be."""
+        products = self.summed([name])
+        return bool(products[-1, -1] == 0 < _norm(products, self.wanted))
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""
-        noise = [self.split.noise.get(name, 0.0) for name in names]
-        return min(_NOISE, _TOLERANCE + 2 * max(noise, default=0.0))
+        return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
     def fits(self, name: str) -> set[tuple[int, int]]:
         """Return the predictions that a parameter's gradient agrees with: kind and factor."""
-        products = self.split.products[name]
+        products = self.products[name]
         errors = _norm(products, self._predicted - self.measured)
-        share = self.allowed([name]) + _ROUNDED * (name in self.split.rounded)
+        is_rounded = bool(self.split.reduction) or name in self.split.narrow
+        share = self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {(int(row), int(column)) for row, column in np.argwhere(errors <= allowed)}
 
@@ -283,35 +278,32 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     """
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
-    broken = {name for split in splits for name in split.not_finite}
-    # What one microbatch per rank shows is the reduction.
-    reduced = {n for split in splits for n in split.rounded if split.weights.shape[1] == 1}
-    summed = {name for split in splits for name in split.rounded} - reduced
-    found = [
-        *_named("not_finite", broken),
-        *_compared(predictions, wanted),
-        *_named("summed_in_16_bits", summed, _size(predictions, summed)),
-        *_named("reduced_in_16_bits", reduced, _size(predictions, reduced)),
-    ]
-    return sorted(found, key=lambda each: [*CLASSES].index(each.kind))
-
-
-def _named(kind: str, names: set[str], size: float = math.nan) -> list[GradientMismatch]:
-    return [mismatch(kind, sorted(names), size=size)] if names else []
+    broken = {n for each in predictions for n in each.split.products.keys() - each.products}
+    found = [mismatch("not_finite", sorted(broken)), *_compared(predictions, wanted)]
+    summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.narrow}
+    found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
+    for reduction in sorted({split.reduction for split in splits} - {""})[:1]:
+        names = sorted(splits[0].products.keys() - summed)
+        size = _size(predictions, names)
+        found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
+    named = [each for each in found if each.parameters]
+    return sorted(named, key=lambda each: [*CLASSES].index(each.kind))
 
 
 def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
-    names = dict.fromkeys(name for each in predictions for name in each.split.products)
-    fits = {n: [each.fits(n) for each in predictions if each.shows(n)] for n in names}
-    labels = {name: set.intersection(*each) for name, each in fits.items() if each}
+    names = dict.fromkeys(name for each in predictions for name in each.products)
+    labels = {
+        name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
+        for name in names
+    }
     left = [name for name, found in labels.items() if (0, 0) not in found]
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
         yield _predicted(predictions, best, [n for n in left if best in labels[n]], wanted)
         left = [name for name in left if best not in labels[name]]
-    missing = {name for each in predictions for name in each.split.missing}.intersection(left)
-    yield from _named("missing", missing)
+    missing = {name for name in left for each in predictions if each.lacks(name)}
+    yield mismatch("missing", sorted(missing))
     if left := [name for name in left if name not in missing]:
         found = _common_factor(predictions, left) or _counted(predictions, left)
         kind, detail = found or ("unexplained", "")
@@ -353,11 +345,10 @@ def _common_factor(
     """Explain gradients that are parallel to the wanted ones."""
     found = []
     for each in predictions:
-        shown = [name for name in names if each.shows(name)]
-        products = each.summed(shown)
+        products = each.summed(names)
         wanted, measured = _norm(products, np.stack([each.wanted, each.measured]))
         cosine = each.wanted @ products[-1] / (wanted * measured or 1.0)
-        if 1 - cosine**2 > each.allowed(shown) ** 2:
+        if 1 - cosine**2 > each.allowed(names) ** 2:
             return None
         found.append((cosine * measured / wanted, measured))
     factors, norms = np.transpose(found)
@@ -393,11 +384,10 @@ def _counted(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple
         if 1 - counts @ inner / products[-1, -1] > (1e-3 + each.allowed(names)) ** 2:
             return None
         norms.append(_norm(gram, np.repeat(np.eye(len(w)), w.shape[1], 1) * counts))
-        shares = (counts.reshape(w.shape) * w.sum())[w > 0]
+        shares = np.where(w > 0, counts.reshape(w.shape) * w.sum(), 1)
         if np.abs(shares - 1).max() > 1e-2:
-            places = zip(np.argwhere(w), shares, strict=True)
-            counted = [f"microbatch {m} of rank {r} counts {s:.3g}" for (r, m), s in places]
-            texts.append(f", with {each.split.name}: {'; '.join(counted)} instead of 1")
+            shown = np.array2string(shares, precision=3, separator=", ").replace("\n", "")
+            texts.append(f", with {each.split.name}: {shown} by rank instead of 1")
     clipped = np.array(norms) > 0.999 * np.max(norms)
     if clipped.any(1).all() and clipped.sum() > 1:
         return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
@@ -408,14 +398,15 @@ def over_ranks(by_rank: Sequence[Sequence[GradientMismatch]]) -> list[GradientMi
     """Combine the diagnoses of all ranks; every rank gets the same."""
     # On the rank whose data the others have, it looks as if gradients were never reduced.
     shared = any(each.kind == "same_data" for mismatches in by_rank for each in mismatches)
-    found: dict[tuple[str, tuple[str, ...]], list[tuple[int, GradientMismatch]]] = {}
+    found: dict[tuple[str, tuple[str, ...]], dict[int, GradientMismatch]] = {}
     for rank, mismatches in enumerate(by_rank):
         for each in mismatches:
             if shared and each.kind == "own_rank":
                 each = mismatch("same_data", each.parameters, size=each.size)
-            found.setdefault((each.kind, each.parameters), []).append((rank, each))
+            found.setdefault((each.kind, each.parameters), {})[rank] = each
     combined = []
     for same in found.values():
-        where = "" if len(same) == len(by_rank) else f", on {rank_names([r for r, _ in same])}"
-        combined.append(replace(same[0][1], text=f"{same[0][1].text}{where}"))
+        each, where = next(iter(same.values())), f", on {rank_names(same)}"
+        text = each.text if len(same) == len(by_rank) else each.text + where
+        combined.append(replace(each, text=text))
     return combined

@@ -15,20 +15,17 @@ from torch.nn.utils.stateless import _reparametrize_module
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
-# Attribute with the wrapped module, by class of the wrapper. By name, because most of them belong
-# to libraries that are not imported.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "OptimizedModule": "_orig_mod",
-    "_FabricModule": "_forward_module",
-}
+# Gradients by name of parameter.
+ByName = Mapping[str, Tensor | None]
+# Classes whose only child is the wrapped module. By name, because most of them belong to libraries
+# that are not imported.
+_WRAPPERS = {"DistributedDataParallel", "DeepSpeedEngine", "OptimizedModule", "_FabricModule"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of DDP, DeepSpeed, Fabric and `torch.compile`."""
-    while inner := _WRAPPERS.get(type(model).__name__):
-        model = getattr(model, inner)
+    while type(model).__name__ in _WRAPPERS:
+        model = next(model.children())
     return model
 
 
@@ -103,9 +100,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
         return {name: _full(tensor).clone() for name, tensor in held.items()}
 
 
-def full_gradients(
-    model: nn.Module, gradients: Mapping[str, Tensor | None] | None = None
-) -> dict[str, Tensor | None]:
+def full_gradients(model: nn.Module, gradients: ByName | None = None) -> ByName:
     """Return the full gradients of trained parameters; every rank has to call it.
 
     Args:
@@ -117,16 +112,17 @@ def full_gradients(
     """
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         trained = trained_parameters(model)
-        found = {n: _held(p) for n, p in trained.items()} if gradients is None else gradients
+        found = {n: _held(model, p) for n, p in trained.items()} if gradients is None else gradients
         return {name: _full_gradient(p, found.get(name)) for name, p in trained.items()}
 
 
-def _held(parameter: nn.Parameter) -> Tensor | None:
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-        from deepspeed.utils import safe_get_full_grad
+def _held(model: Any, parameter: nn.Parameter) -> Tensor | None:
+    if zero_optimizer(model) is None:
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
 
-        return safe_get_full_grad(parameter)
-    return parameter.grad
+    found = safe_get_full_grad(parameter)
+    return found if found is None else found.to(model.get_data_types()[1])  # that sums have
 
 
 def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
@@ -135,12 +131,13 @@ def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor |
     return None if gradient is None else _full(gradient).to_dense()
 
 
+@torch.no_grad()
 def _full(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "ds_id"):  # ZeRO-3
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([tensor]):
-            return tensor.detach().clone()
+            return tensor.clone()
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
 
 

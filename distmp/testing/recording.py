@@ -1,56 +1,27 @@
-"""Records what a training step computes: forwards, and the loss functions of torch."""
+"""Records what a training step computes: forwards, loss functions of torch, and collectives."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.testing.gradients import plain_name, unwrapped
-from distmp.testing.losses import is_loss, number_of_losses
+from distmp.errors import require
+from distmp.testing.gradients import ByName, plain_name, unwrapped
+from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
-
-# Gradients by name of parameter.
-ByName = Mapping[str, Tensor | None]
-
-
-@dataclass(eq=False)
-class Forward:
-    """A forward of the model on this rank.
-
-    Attributes:
-        args: Its positional arguments.
-        kwargs: Its keywords.
-        generators: State of the random generators before it; may be empty.
-        autocast: Dtype of autocast; None without autocast.
-        nodes: Those of its outputs in the graph of autograd.
-        gradients: Of each output that got one, by its number.
-    """
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    generators: Sequence[Tensor] = ()
-    autocast: torch.dtype | None = None
-    nodes: set[Any] = field(default_factory=set)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> Any:
-        """The keywords, or the positional arguments, or the only one."""
-        is_single = len(self.args) == 1 and not self.kwargs
-        return self.args[0] if is_single else self.args or self.kwargs
-
-    @property
-    def is_used(self) -> bool:
-        """Whether its output got a gradient, or is of a class that cannot be watched."""
-        return bool(self.gradients) or not self.nodes
 
 
 @dataclass(eq=False)
@@ -59,138 +30,280 @@ class Loss:
 
     Attributes:
         function: Name of the function.
-        nodes: Its node in the graph of autograd.
-        forwards: The forwards that it depends on.
         counted: How much each of its elements counts in their mean.
-        reduction: As of the function.
+        is_sum: Whether its elements are summed, here or by the user.
+        forwards: Number of forwards before it.
         gradient: What backward has multiplied its result by; None if it was not used.
+        backward: Number of that backward.
     """
 
     function: str
-    nodes: set[Any]
-    forwards: set[Forward]
     counted: Tensor
-    reduction: str
+    is_sum: bool
+    forwards: int
     gradient: Any = None
+    backward: int | None = None
+
+    def receive(self, gradient: Tensor) -> None:
+        """Record the gradient."""
+        self.gradient, self.backward = gradient, torch._C._current_graph_task_id()
+
+    def weight_and_scale(self) -> tuple[float, float]:
+        """Return the number of its elements, and what backward has multiplied each by.
+
+        Raises:
+            ConfigError: If it has multiplied them by several numbers.
+        """
+        gradient, counted = self.gradient.double().cpu(), self.counted.cpu()
+        divisor = 1.0 if self.is_sum else float(counted.sum()) or 1.0
+        scales = (gradient / divisor).expand(counted.shape)
+        used = scales != 0  # by a mask of the user
+        scales = scales[used]
+        problem = f"have several weights; {PASS}"
+        same = not len(scales) or bool(scales.max() - scales.min() <= 0.01 * scales.abs().max())
+        require(same, "elements of the loss", used.numel(), problem)
+        return float((counted * used).sum()), float(scales[:1].sum())
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of the model on this rank: a microbatch.
+
+    Attributes:
+        args: Its positional arguments.
+        kwargs: Its keywords.
+        generators: State of the random generators before it; may be empty.
+        autocast: Dtype of autocast; None without autocast.
+        losses: The losses that were computed from it.
+        is_watched: Whether there are outputs that can get gradients.
+        gradients: Of each output that got one, by its number.
+        backwards: Numbers of the backwards that they came from.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    generators: Sequence[Tensor] = ()
+    autocast: torch.dtype | None = None
+    losses: list[Loss] = field(default_factory=list)
+    is_watched: bool = False
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
+
+    @property
+    def batch(self) -> Any:
+        """The keywords, or the positional arguments, or the only one."""
+        is_single = len(self.args) == 1 and not self.kwargs
+        return self.args[0] if is_single else self.args or self.kwargs
+
+    def receive(self, index: int, gradient: Tensor | None) -> None:
+        """Add to the gradient of an output."""
+        if gradient is not None:
+            self.gradients[index] = gradient.cpu() + self.gradients.get(index, 0)
+            self.backwards.add(torch._C._current_graph_task_id())
+
+    def weight_and_scales(self) -> tuple[float, float, float]:
+        """Return weight and scale of the first loss, and the scale of others relative to it."""
+        problem = f"no loss function of torch was seen after one of them alone; {PASS}"
+        require(bool(self.losses), "forwards", 1, problem)
+        (weight, scale), *left = (each.weight_and_scale() for each in self.losses)
+        if all(each.is_sum for each in self.losses):  # parts of one sum
+            weight += sum(count for count, each in left if each == scale)
+            left = [(count, each) for count, each in left if each != scale]
+        # A negative scale maximizes.
+        return weight, abs(scale), sum(each for _, each in left) / (scale or 1.0)
 
 
 @dataclass
-class ForwardRecord:
-    """What the forwards of a training step used on this rank.
+class Step:
+    """What was seen of one step on this rank, up to the optimizer's.
 
     Attributes:
+        collectives: Number of calls by name, dtype and bytes.
+        state: Full parameters and buffers before the first forward.
         forwards: The forwards.
-        losses: The loss functions that were called.
-        has_other_terms: Whether backward has reached parameters elsewhere than through forwards.
-        state: Full parameters and buffers before the first one.
+        losses: The losses of all forwards.
+        has_other_terms: Whether parameters were used outside of forwards.
         training: Whether modules were in training mode, by name.
         compute: Dtype of the first parameter that a module used.
+        former: Gradients that were there before the first forward.
+        gradients: Those that the optimizer got.
+        max_norm: What gradients were clipped to.
+        is_clipped_apart: Whether parts of them were.
     """
 
+    collectives: Counter[str]
+    state: dict[str, Tensor] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     has_other_terms: bool = False
-    state: dict[str, Tensor] = field(default_factory=dict)
     training: dict[str, bool] = field(default_factory=dict)
     compute: torch.dtype | None = None
+    former: ByName = field(default_factory=dict)
+    gradients: ByName = field(default_factory=dict)
+    max_norm: float | None = None
+    is_clipped_apart: bool = False
+
+    def end(self) -> int:
+        """Assign losses to forwards, and forget forwards without backward; return their number."""
+        forwards = self.forwards
+        for loss in self.losses:
+            before = [f for f in forwards[: loss.forwards] if loss.backward in f.backwards]
+            if before:
+                before[-1].losses.append(loss)
+        for each in forwards:  # a mean may be that of other losses
+            each.losses = [loss for loss in each.losses if loss.function != "mean"] or each.losses
+        self.forwards = [each for each in forwards if each.gradients or not each.is_watched]
+        return len(forwards) - len(self.forwards)
+
+
+# Loss functions of torch
+
+PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
+# Without `ctc_loss`, whose mean gives samples several weights.
+_LOSSES = {
+    each
+    for each in vars(F).values()
+    if inspect.isfunction(each) and "reduction" in each.__code__.co_varnames
+} - {F.ctc_loss}
+_SUMS = ("none", "sum")  # the user sums single losses
+
+
+def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) -> dict[str, Any]:
+    """Return the arguments of a loss function by name; none if it is another function.
+
+    Args:
+        func: A function of torch.
+        args: Its positional arguments.
+        kwargs: Its keywords.
+        means: Whether means of all elements are losses.
+    """
+    if func in _LOSSES:
+        found = inspect.signature(func).bind(*args, **(kwargs or {}))
+        found.apply_defaults()
+        return found.arguments
+    is_mean = means and func in (torch.mean, Tensor.mean) and len(args) == 1 and not kwargs
+    return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
+
+
+def single_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+    """Return the losses before they are reduced."""
+    return function(**{**arguments, "reduction": "none"})
+
+
+@torch.no_grad()
+def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+    """Return how much each loss counts in their mean."""
+    if arguments["reduction"] == "batchmean":
+        return torch.ones(len(arguments["input"]))
+    target, ignored = arguments.get("target"), arguments.get("ignore_index")
+    if target is None or ignored is None or target.is_floating_point():
+        return torch.ones_like(single_losses(function, arguments))
+    kept, weight = target != ignored, arguments["weight"]
+    return kept if weight is None else weight[target.where(kept, 0)] * kept
+
+
+# Recorders
 
 
 class _Recorder(TorchFunctionMode):
     """Records forwards by hooks, and loss functions where they are called.
 
     Args:
-        current: Returns the record, before each forward, and before FSDP gathers parameters.
+        current: Returns the step, before each forward.
         device: Type of the model's device.
     """
 
-    def __init__(self, current: Callable[[], ForwardRecord], device: str) -> None:
+    def __init__(self, current: Callable[[], Step], device: str) -> None:
         super().__init__()
         self._current, self._device = current, device
-        self._record = ForwardRecord()
+        self._step = Step(Counter())
         self._running: Forward | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        record, kwargs = self._record, kwargs or {}
-        if func is Tensor.backward:
-            nodes = {node for forward in record.forwards for node in forward.nodes}
-            found, has_others = _walk(args[0].grad_fn, nodes)
-            record.has_other_terms |= bool(found) and has_others
-        result = func(*args, **kwargs)
-        running = self._running
-        if is_loss(func, *([] if running else [args, kwargs])) and result.requires_grad:
-            forwards = {running} if running else _forwards_before(result.grad_fn, record)
-            if forwards:
-                counted = number_of_losses(func, args, kwargs)
-                loss = Loss(func.__name__, {result.grad_fn}, forwards, *counted)
-                result.register_hook(lambda gradient: setattr(loss, "gradient", gradient))
-                record.losses.append(loss)
+        step, running = self._step, self._running
+        result = func(*args, **(kwargs or {}))
+        # Updates in place return parameters, too, without gradients enabled.
+        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad
+        if not is_tracked:
+            return result
+        if used := [p for p in args if isinstance(p, nn.Parameter) and p.is_floating_point()]:
+            step.has_other_terms |= running is None
+            step.compute = step.compute or (used[0].dtype if running else None)
+        if arguments := loss_arguments(func, args, kwargs, means=running is None):
+            counted, is_sum = counted_losses(func, arguments), arguments["reduction"] in _SUMS
+            loss = Loss(func.__name__, counted, is_sum, len(step.forwards))
+            result.register_hook(loss.receive)
+            step.losses.append(loss)
         return result
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a forward."""
         if torch.is_grad_enabled():
-            record = self._record = self._current()
-            if self._running in record.forwards:  # Lightning's training step, which calls it
-                record.forwards.remove(self._running)
+            step = self._step = self._current()
+            if self._running in step.forwards:  # Lightning's training step, which calls it
+                step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)
             autocast = torch.get_autocast_dtype(self._device) if enabled else None
             args, kwargs = map_tensors(lambda t: t.detach().to("cpu", copy=True), [args, kwargs])
-            self._running = Forward(args, kwargs, _generators(), autocast)
-            record.forwards.append(self._running)
-            record.training = {plain_name(n): part.training for n, part in model.named_modules()}
-
-    def leaf(self, module: nn.Module, _: Any) -> None:
-        """Record the dtype that a module computes in."""
-        dtypes = [p.dtype for p in module._parameters.values() if p is not None]
-        if torch.is_grad_enabled() and dtypes and dtypes[0].is_floating_point:
-            self._current().compute = self._current().compute or dtypes[0]
+            on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+            self._running = Forward(args, kwargs, [torch.get_rng_state(), *on_gpu], autocast)
+            step.forwards.append(self._running)
+            step.training = {plain_name(n): part.training for n, part in model.named_modules()}
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, whose gradients are those that come from outside."""
         forward, self._running = self._running, None
         if forward is None:
             return output
-        outputs = itertools.count()
+        indices = itertools.count()
 
         def watched(tensor: Tensor) -> Tensor:
-            index = next(outputs)
-            if not tensor.requires_grad:
-                return tensor
-
-            def add(gradient: Tensor | None) -> None:
-                if gradient is not None:
-                    former = forward.gradients.get(index, 0)
-                    forward.gradients[index] = gradient.cpu() + former
-
-            tensor = tensor.clone()
-            forward.nodes.add(tensor.grad_fn)
-            tensor.register_hook(add)
+            index = next(indices)
+            if tensor.requires_grad:
+                tensor, forward.is_watched = tensor.clone(), True
+                tensor.register_hook(functools.partial(forward.receive, index))
             return tensor
 
         return replaced_outputs(watched, output)
 
 
-@contextlib.contextmanager
-def recorded_steps(model: nn.Module, current: Callable[[], ForwardRecord]) -> Iterator[None]:
+class _Collectives(TorchDispatchMode):
+    """Counts collectives, those of DDP and FSDP included."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            found: list[Tensor] = []
+            map_tensors(found.append, args[:2])
+            dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
+            name = func._schema.name.rpartition("::")[2].strip("_")
+            self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded_steps(
+    model: nn.Module, current: Callable[[], Step], collectives: Counter[str]
+) -> Iterator[None]:
     """Record the forwards of a model and their losses; nothing stays installed at the end.
 
     Args:
         model: The model.
-        current: Returns the record, before each forward, and before FSDP gathers parameters.
+        current: Returns the step, before each forward.
+        collectives: Number of calls by name, dtype and bytes, which grow.
     """
     model = unwrapped(model)
     recorder = _Recorder(current, next(model.parameters()).device.type)
     eager = torch.compiler.disable  # Dynamo cannot trace them
-    before, leaf, after = map(eager, (recorder.before, recorder.leaf, recorder.after))
-    handles = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
-    handles += [m.register_forward_pre_hook(leaf) for m in model.modules() if m._parameters]
-    handles += [model.register_forward_hook(after)]
-    try:
-        with recorder:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    before, after = eager(recorder.before), eager(recorder.after)
+    with ExitStack() as stack, recorder, _Collectives(collectives):
+        before = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        stack.callback(before.remove)
+        stack.callback(model.register_forward_hook(after).remove)
+        yield
 
 
 def replaced_outputs(function: Callable[[Tensor], Any], output: Any) -> Any:
@@ -200,40 +313,3 @@ def replaced_outputs(function: Callable[[Tensor], Any], output: Any) -> Any:
         found = copy.copy(output)
         vars(found).update(map_tensors(function, vars(output)))
     return found
-
-
-def output_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors that a model has returned, in the same order."""
-    found = list[Tensor]()
-
-    def kept(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    replaced_outputs(kept, output)
-    return found
-
-
-def _forwards_before(node: Any, record: ForwardRecord) -> set[Forward]:
-    """Return the forwards that a loss depends on; none for one that depends on another loss."""
-    owners = {node: forward for forward in record.forwards for node in forward.nodes}
-    losses = {node for loss in record.losses for node in loss.nodes}
-    found, _ = _walk(node, {*owners, *losses})
-    return set() if found & losses else {owners[each] for each in found}
-
-
-def _walk(node: Any, ends: Collection[Any]) -> tuple[set[Any], bool]:
-    """Return which nodes a graph of autograd leads to, and whether to parameters beside them."""
-    left, seen, found = [node], {None}, False
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            found |= hasattr(node, "variable") and node not in ends
-            left += [] if node in ends else [each for each, _ in node.next_functions]
-    return seen.intersection(ends), found
-
-
-def _generators() -> list[Tensor]:
-    on_gpu = torch.cuda.is_initialized()
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]

@@ -179,20 +179,19 @@ def test_single_parameters_are_named() -> None:
         right = terms.sum(0) / weights.sum()
         each.products["doubled"] = project(2 * right, terms)
         each.products["zero"] = project(0 * right, terms)
-        each.missing.add("zero")
         each.products["rounded"] = project(right * (1 + 1e-3), terms)
-        each.rounded.add("rounded")
+        each.narrow.add("rounded")
         # Terms that cancel: nothing but rounding errors is left.
         each.products["noise"] = project(1e-9 * right, terms - terms.mean(0))
         each.noise["noise"] = 0.5
         # The same without a known noise, as of the bias of keys in attention.
         each.products["tiny"] = project(1e-9 * right, terms - terms.mean(0))
-        each.not_finite.add("broken")
+        each.products["broken"] = project(np.nan * right, terms)
     mismatches = {each.kind: each.parameters for each in diagnose(splits, "token_mean")}
     assert mismatches == {
         "accumulated_twice": ("doubled",),
         "missing": ("zero",),
-        "reduced_in_16_bits": ("rounded",),
+        "summed_in_16_bits": ("rounded",),
         "not_finite": ("broken",),
     }
 

@@ -62,8 +62,10 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     options = "-p", "no:cacheprovider", "--strict-markers"
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
     assert "3 failed, 3 passed" in shown
-    assert "ArithmeticError: the first cause\n\nbefore the failure" in shown
-    assert "rank 0 of 2: process 0 terminated with exit code 1\n\nTimeout (0:00:01)!" in shown
+    assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
+    assert "\nbefore the failure" in shown
+    assert "rank 0 of 2: process 0 terminated with exit code 1\n" in shown
+    assert "\nTimeout (0:00:01)!" in shown
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile
