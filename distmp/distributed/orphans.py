@@ -43,6 +43,11 @@ def end_with_launcher() -> Iterator[None]:
 
     Use it around a custom training loop if its ranks should not outlive torchrun. The script
     decides what SIGTERM does; by default it kills the process.
+
+    Example:
+        >>> from distmp.distributed.orphans import end_with_launcher
+        >>> with end_with_launcher():
+        ...     steps = [*range(3)]  # the loop
     """
     global _launcher
     if not is_under_torchrun():

@@ -75,6 +75,12 @@ class World:
         world_size: Number of ranks.
         device: The device that this rank computes on.
         group: Process group of all ranks; None for a single process.
+
+    Example:
+        >>> import distmp
+        >>> world = distmp.init(device="cpu")
+        >>> world.rank, world.group is None
+        (0, True)
     """
 
     rank: int

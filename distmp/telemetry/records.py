@@ -64,11 +64,11 @@ class StepRecord:
             NaN for a rank that was not measured.
         validation_metrics: Metrics of the validation after this step, by name; None without one.
         formats: The policy of `precision.phases` in this step; None without phases.
-        low_precision_operands: How well the operands of low-precision matmuls fit their formats, in
-            the steps of `log.every`: by "input", "weight", "grad", "wgrad_input" and "wgrad_grad"
-            the shares "saturated" (or not finite) and "underflowed" (rounded to zero) over all
-            ranks, the "largest" magnitude on the first rank, and the layers that are
-            "most_saturated" and "most_underflowed".
+        low_precision_operands: How well the operands of low-precision matmuls fit their formats,
+            every `log.every` steps and in the first, last and skipped ones: by "input", "weight",
+            "grad", "wgrad_input" and "wgrad_grad" the shares "saturated" (or not finite) and
+            "underflowed" (rounded to zero) over all ranks, the "largest" magnitude on the first
+            rank, and the layers that are "most_saturated" and "most_underflowed".
     """
 
     step: int

@@ -20,9 +20,11 @@ CLAIMS = {
     ("torch", "distributed/checkpoint/filesystem.py"): "pickle.load(metadata_file)",
     ("torch", "distributed/fsdp/_fully_shard/_fsdp_api.py"): "reduce_dtype",
     ("torch", "autograd/anomaly_mode.py"): "class detect_anomaly",
+    ("torch", "autograd/gradcheck.py"): "def gradcheck",
     ("accelerate", "accelerator.py"): "loss = loss / self.gradient_accumulation_steps",
     ("accelerate", "commands/estimate.py"): "def estimate_command",
     ("accelerate", "utils/imports.py"): "def is_torch_xla_available",
+    ("accelerate", "utils/other.py"): 'kwargs["weights_only"] = True',
 }
 
 
