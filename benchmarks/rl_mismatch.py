@@ -63,7 +63,7 @@ def train(policy: str, steps: int) -> dict[str, list[float]]:
 
     from benchmarks.rollout_mismatch import RolloutMismatchMixin
     from distmp.integrations.transformers import TrainerMixin
-    from distmp.scaling import LossScaleConfig
+    from distmp.scaling.settings import LossScaleConfig
 
     class Trainer(RolloutMismatchMixin, TrainerMixin, GRPOTrainer):  # type: ignore[misc]
         pass

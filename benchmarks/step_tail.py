@@ -18,9 +18,10 @@ from benchmarks.device import elapsed, parse, parser
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import steps
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
-from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.norms import chunk_norms
+from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import GradientPart, decide_step, local_stats
 
 SCALE = 2.0**16

@@ -39,27 +39,29 @@ if TYPE_CHECKING:
     from distmp.data.dataloader import DataLoader
     from distmp.diagnosis.attribution import OverflowReport
     from distmp.distributed.world import init
-    from distmp.engine import Engine
+    from distmp.engine.engine import Engine
     from distmp.engine.engine_config import EngineConfig
     from distmp.engine.outcome import StepNumbers, StepOutcome
     from distmp.engine.settings import DivergenceConfig, PrecisionPhase
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
     from distmp.parallel.global_mean import global_mean
     from distmp.precision import PrecisionPolicy, policy, resolve
-    from distmp.scaling import DistributedGradScaler, LossScaleConfig
+    from distmp.scaling.grad_scaler import DistributedGradScaler
+    from distmp.scaling.settings import LossScaleConfig
     from distmp.testing.auditing import audit
 else:
     _PUBLIC_NAMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
         "distmp.data.dataloader": ("DataLoader",),
         "distmp.distributed.world": ("init",),
-        "distmp.engine": ("Engine",),
+        "distmp.engine.engine": ("Engine",),
         "distmp.engine.engine_config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.parallel.global_mean": ("global_mean",),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
-        "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
+        "distmp.scaling.grad_scaler": ("DistributedGradScaler",),
+        "distmp.scaling.settings": ("LossScaleConfig",),
         "distmp.testing.auditing": ("audit",),
         "distmp.diagnosis.attribution": ("OverflowReport",),
         "distmp.engine.settings": ("DivergenceConfig", "PrecisionPhase"),

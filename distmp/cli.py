@@ -29,10 +29,7 @@ _SUBCOMMANDS = {
     ),
     "data": ("distmp.commands.tokenize", "turn text into token files: data tokenize"),
     "export": ("distmp.commands.export", "export the weights of a checkpoint to other formats"),
-    "report": (
-        "distmp.commands.report",
-        "write an HTML page about one run, or two side by side",
-    ),
+    "report": ("distmp.commands.report", "write an HTML page about one run, or two side by side"),
     "presets": ("distmp.commands.presets", "list the configurations that come with distmp"),
     "doctor": ("distmp.commands.doctor", "check whether this machine is ready to train"),
     "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),

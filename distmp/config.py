@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.settings import (
-    DivergenceConfig,
-    EmaConfig,
-    RankConsistencyConfig,
-    parse_phases,
-)
+from distmp.engine.settings import DivergenceConfig, EmaConfig, RankConsistencyConfig, parse_phases
 from distmp.errors import ConfigError, nearest, require
 from distmp.masking import is_masked
 from distmp.models.settings import EMA_PREFIX, ModelConfig
@@ -121,28 +116,6 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class LossScaleSettings:
-    """The loss scale of fp16 policies; it halves after an overflow, and doubles later."""
-
-    init: float = field(
-        default=LossScaleConfig.init,
-        metadata=consequential("the loss scale continues from its current value"),
-    )
-    """Loss scale of the first step."""
-
-    growth_interval: int = LossScaleConfig.growth_interval
-    """Number of consecutive steps without overflow before the scale grows."""
-
-    def __post_init__(self) -> None:
-        _ = self.rules
-
-    @property
-    def rules(self) -> LossScaleConfig:
-        """The rules of the engine's loss scale."""
-        return LossScaleConfig(init=self.init, growth_interval=self.growth_interval)
-
-
-@dataclass(frozen=True)
 class PrecisionConfig:
     """Precision policy, loss scale, and handling of overflows."""
 
@@ -156,8 +129,8 @@ class PrecisionConfig:
     after a comma: bf16,keep_fp32=norm. In a file this may be a section: 'preset: bf16', and a
     line per change."""
 
-    loss_scale: LossScaleSettings = field(
-        default_factory=LossScaleSettings,
+    loss_scale: LossScaleConfig = field(
+        default_factory=LossScaleConfig,
         metadata=consequential("the loss scale follows this rule from here on"),
     )
     """Rules of the loss scale, for fp16 policies."""
@@ -192,7 +165,7 @@ class PrecisionConfig:
         from distmp.precision import policy
 
         chosen = policy(self.policy)
-        loss_scale_rules(chosen.loss_scale, self.loss_scale.rules)
+        loss_scale_rules(chosen.loss_scale, self.loss_scale)
         phase_formats(chosen, parse_phases(self.phases))
         return chosen
 
@@ -592,7 +565,7 @@ class RunConfig:
             strategy=self.strategy,
             parallel=self.parallel(microbatches),
             max_norm=self.optim.max_norm,
-            loss_scale=self.precision.loss_scale.rules,
+            loss_scale=self.precision.loss_scale,
             max_consecutive_skips=MAX_CONSECUTIVE_SKIPS,
             shard_optimizer=self.shard_optimizer,
             reproducible=self.reproducible,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepNumbers
 from distmp.engine.setup import LossFunction
 from distmp.utils.flat_shard import FlatShard

@@ -15,7 +15,7 @@ import distmp
 from distmp.cli import _SUBCOMMANDS
 from tests.torchrun import environment, python
 
-PACKAGES = ("distmp", *(f"distmp.{name}" for name in ("engine", "optim", "parallel", "scaling")))
+PACKAGES = ("distmp", *(f"distmp.{name}" for name in ("optim", "parallel")))
 WITHOUT_TORCH = (
     *([name, "--help"] for name in _SUBCOMMANDS),
     ["--help"],

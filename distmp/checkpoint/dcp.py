@@ -86,13 +86,7 @@ def write(
     return files.sums, planner.non_finite
 
 
-def read(
-    goal: str,
-    path: Path,
-    index: Metadata,
-    tensors: dict[str, Tensor],
-    ranks: Ranks,
-) -> None:
+def read(goal: str, path: Path, index: Metadata, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Read tensors, in place, from the directory `path`. Collective over `ranks`.
 
     Args:

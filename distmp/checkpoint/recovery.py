@@ -173,7 +173,7 @@ def _examined(
         before: Consider only checkpoints of earlier steps than this one.
     """
     newer: tuple[Path, State] | None = None  # the next newer checkpoint that is marked
-    for entry in storage.LocalStorage(directory).entries():
+    for entry in storage.entries_of(directory):
         if before is not None and entry.step >= before:
             continue
         state = readable_state(entry.path) if entry.finished else None
@@ -196,4 +196,4 @@ def _names_checkpoint(path: Path) -> bool:
         return False
     if (path / STATE_FILE).exists() or (path / storage.INDEX_FILE).exists():
         return True
-    return storage.named_step(path) is not None and not storage.LocalStorage(path).entries()
+    return storage.named_step(path) is not None and not storage.entries_of(path)

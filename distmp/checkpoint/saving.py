@@ -82,7 +82,7 @@ def save(
     def begin() -> str:
         permit()
         manifest.encode(step, numbers, {})  # raises before anything is written
-        return storage.LocalStorage(directory).prepare(step).name
+        return storage.prepare(directory, step).name
 
     writing = directory / storage.rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
@@ -130,16 +130,15 @@ def _finish(
     with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
         stream.write(state)
     storage.synchronize(file)
-    return storage.LocalStorage(directory).publish(writing)
+    return storage.publish(writing)
 
 
 def discard(directory: Path, step: int) -> None:
     """Remove the files of a failed save of `step`; log it if that fails."""
-    place = storage.LocalStorage(directory)
     try:
-        for entry in place.entries():
+        for entry in storage.entries_of(directory):
             if entry.step == step and not entry.finished:
-                place.remove(entry.path)
+                storage.remove(entry.path)
     except OSError as error:
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
@@ -153,28 +152,26 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
-    place = storage.LocalStorage(directory)
     try:
-        # Before `clean`, and the latest one last: it stays the newest if this process is killed.
-        later = [e.path for e in reversed(place.entries()) if e.finished and e.step > step]
-        for path in later:
-            aside = place.set_aside(path)
-            logger.warning(
-                "the run continued from an earlier step and saved step %d: the later checkpoint %s "
-                "is set aside as %s",
-                step,
-                path,
-                aside,
-            )
-        place.clean()
-        by_step = {e.step: e.path for e in reversed(place.entries()) if e.finished}
+        # First, and the latest one last: it stays the newest if this process is killed.
+        for entry in reversed(storage.entries_of(directory)):
+            if entry.finished and entry.step > step:
+                logger.warning(
+                    "the run continued from an earlier step and saved step %d: the later "
+                    "checkpoint %s is set aside as %s",
+                    step,
+                    entry.path,
+                    storage.set_aside(entry.path),
+                )
+        storage.remove_replaced(directory)
+        by_step = {e.step: e.path for e in reversed(storage.entries_of(directory)) if e.finished}
         found = {s: manifest.readable_state(path) for s, path in by_step.items()}
         states = {s: state for s, state in found.items() if state is not None}
         best = {s: state.best for s, state in states.items() if state.best is not None}
         for old in retention.surplus(by_step, _possibly_unhealthy(states), best):
-            place.remove(by_step[old])
-        for entry in place.abandoned()[retention.last :]:
-            place.remove(entry.path)
+            storage.remove(by_step[old])
+        for entry in storage.abandoned(directory)[retention.last :]:
+            storage.remove(entry.path)
     except OSError as error:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 

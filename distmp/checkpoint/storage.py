@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.distributed.failing_together import Failure, Ranks
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, require
 
 # The index of the tensors, in the format of torch.distributed.checkpoint.
 INDEX_FILE = ".metadata"
@@ -73,72 +73,68 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
-class LocalStorage:
-    """Checkpoints on a disk, or on a network file system that renames atomically.
+def entries_of(directory: Path) -> list[Entry]:
+    """Return the directories of checkpoints, finished or not, in order of preference."""
+    order = {".writing": 0, None: 1, ".replaced": 2}
+    entries = []
+    for path in directory.glob("step-*"):
+        if (name := _NAME.fullmatch(path.name)) and not _holds_checkpoints(path):
+            entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
+            entries.append((-entry.step, order[name[2]], entry))
+    return [entry for *_, entry in sorted(entries)]
 
-    Args:
-        directory: Directory of the checkpoints; it need not exist yet.
+
+def abandoned(directory: Path) -> list[Entry]:
+    """Return the checkpoints that were set aside, the latest step first."""
+    found = [
+        Entry(step, path, finished=True)
+        for path in directory.glob("step-*.abandoned")
+        if (step := named_step(path)) is not None
+    ]
+    return sorted(found, reverse=True)
+
+
+def prepare(directory: Path, step: int) -> Path:
+    """Remove leftovers of a crash, and return the directory to write to."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob("step-*"):
+        replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
+        if path.suffix in (".writing", ".removing") or replaced:
+            with contextlib.suppress(OSError):  # NFS keeps files that are open
+                _delete(path)
+    writing = final_path(directory, step).with_suffix(".writing")
+    writing.mkdir()
+    return writing
+
+
+def publish(written: Path) -> Path:
+    """Make the checkpoint in a directory current; return the directory under its final name.
+
+    Its files must be on the disk, `state.json` last.
     """
+    final = written.with_suffix("")
+    synchronize(written)
+    if final.exists():
+        final.rename(_vacate(final.with_suffix(".replaced")))
+    written.rename(final)
+    synchronize(final.parent)
+    return final
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
 
-    def entries(self) -> list[Entry]:
-        """Return the directories of checkpoints, finished or not, in order of preference."""
-        order = {".writing": 0, None: 1, ".replaced": 2}
-        entries = []
-        for path in self._directory.glob("step-*"):
-            if (name := _NAME.fullmatch(path.name)) and not _holds_checkpoints(path):
-                entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
-                entries.append((-entry.step, order[name[2]], entry))
-        return [entry for *_, entry in sorted(entries)]
+def remove_replaced(directory: Path) -> None:
+    """Remove checkpoints that were replaced by another one of the same step."""
+    for path in directory.glob("step-*.replaced"):
+        remove(path)
 
-    def abandoned(self) -> list[Entry]:
-        """Return the checkpoints that were set aside, the latest step first."""
-        found = [
-            Entry(step, path, finished=True)
-            for path in self._directory.glob("step-*.abandoned")
-            if (step := named_step(path)) is not None
-        ]
-        return sorted(found, reverse=True)
 
-    def prepare(self, step: int) -> Path:
-        """Remove leftovers of a crash, and return the directory to write to."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.glob("step-*"):
-            replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
-            if path.suffix in (".writing", ".removing") or replaced:
-                with contextlib.suppress(OSError):  # NFS keeps files that are open
-                    _delete(path)
-        writing = final_path(self._directory, step).with_suffix(".writing")
-        writing.mkdir()
-        return writing
+def remove(path: Path) -> None:
+    """Remove a checkpoint."""
+    _delete(path.rename(_vacate(path.with_suffix(".removing"))))
 
-    def publish(self, written: Path) -> Path:
-        """Make the checkpoint in a directory current; return the directory under its final name.
 
-        Its files must be on the disk, `state.json` last.
-        """
-        final = written.with_suffix("")
-        synchronize(written)
-        if final.exists():
-            final.rename(_vacate(final.with_suffix(".replaced")))
-        written.rename(final)
-        synchronize(self._directory)
-        return final
-
-    def clean(self) -> None:
-        """Remove checkpoints that were replaced by another one of the same step."""
-        for path in self._directory.glob("step-*.replaced"):
-            self.remove(path)
-
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint."""
-        _delete(path.rename(_vacate(path.with_suffix(".removing"))))
-
-    def set_aside(self, path: Path) -> Path:
-        """Mark a checkpoint as abandoned; return its new path."""
-        return path.rename(_vacate(path.with_suffix(".abandoned")))
+def set_aside(path: Path) -> Path:
+    """Mark a checkpoint as abandoned; return its new path."""
+    return path.rename(_vacate(path.with_suffix(".abandoned")))
 
 
 def _holds_checkpoints(path: Path) -> bool:
@@ -175,10 +171,8 @@ def locate(setting: str, text: str) -> Path:
     Raises:
         ConfigError: If it is a URL.
     """
-    if "://" in text:
-        raise ConfigError(
-            setting, text, "is a URL; name a directory, such as one where the store is mounted"
-        )
+    problem = "is a URL; name a directory, such as one where the store is mounted"
+    require("://" not in text, setting, text, problem)
     return Path(text)
 
 

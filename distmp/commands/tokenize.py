@@ -5,6 +5,7 @@ Hugging Face `datasets` reads the documents and encodes them in several processe
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -21,10 +22,10 @@ import numpy as np
 
 from distmp.data import token_metadata
 from distmp.data.token_metadata import BYTES, TokenMetadata
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.models import huggingface_files
-from distmp.models.huggingface_files import DEFINITION, load_tokenizer, sha256
 from distmp.utils.files import visible_files
+from distmp.utils.imports import require_package
 from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
@@ -119,15 +120,23 @@ def load_encoder(tokenizer: str) -> Encoder:
     if tokenizer == BYTES:
         return Encoder(BYTES, None, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
     directory = Path(tokenizer).expanduser()
-    if not (directory / DEFINITION).is_file():
-        problem = f"has no {DEFINITION}; name a directory that has one, or {BYTES!r}"
+    if not (directory / "tokenizer.json").is_file():
+        problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
         raise ConfigError("--tokenizer", tokenizer, problem)
-    loaded = load_tokenizer("--tokenizer", directory)
+    require_package("--tokenizer", tokenizer, "transformers", "hf")
+    from transformers import AutoTokenizer
+
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(directory), **options)
+    except Exception as error:  # libraries of tokenizers raise any type
+        problem = f"transformers cannot load it: {error}"
+        raise ConfigError("--tokenizer", tokenizer, problem) from error
     if loaded.eos_token_id is None:
         problem = "has no end-of-sequence token; set eos_token in its tokenizer_config.json"
         raise ConfigError("--tokenizer", tokenizer, problem)
     size = max(loaded.get_vocab().values()) + 1
-    digest = sha256(loaded)
+    digest = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()
     loaded.split_special_tokens = True
     return Encoder(directory.resolve().name, loaded, size, loaded.eos_token_id, directory, digest)
 
@@ -230,14 +239,12 @@ def _column(loaded: Any, name: str, key: str) -> Any:
 
 def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    if not path.exists():
-        raise ConfigError("INPUT", name, "there is no such file or directory")
+    require(path.exists(), "INPUT", name, "there is no such file or directory")
     if path.is_dir():
         files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
     else:
         files = [path]
-    if not files:
-        raise ConfigError("INPUT", name, "there is no file in this directory")
+    require(len(files) > 0, "INPUT", name, "there is no file in this directory")
     for file in files:
         if file.suffix == ".json":
             problem = "may be one document or one per line; rename it to .txt or .jsonl"
@@ -289,8 +296,7 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
             ids = np.concatenate(batch["ids"]).astype(dtype)
             tokens += len(ids)
             file.write(ids.tobytes())
-    if not tokens:
-        raise ConfigError("INPUT", None, "no document has a token; name files with text")
+    require(tokens > 0, "INPUT", None, "no document has a token; name files with text")
     if encoder.directory is not None:
         # Runs copy it to the models that they export.
         (directory / huggingface_files.SUBDIRECTORY).mkdir()

@@ -16,7 +16,7 @@ from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, TextFile, list_text_files
 from distmp.data.tokens import W, Windows, check_validation, open_tokens
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
@@ -181,8 +181,7 @@ def _refuse_short(setting: str, path: str, tokens: int, window: int) -> None:
 def _build_from_callable(config: DataConfig) -> Datasets:
     function = config.function()
     train = _call(config, function, "train")
-    if train is None:
-        raise ConfigError("data.source", config.source, "returned None for split='train'")
+    require(train is not None, "data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
     size = getattr(train, "vocabulary_size", None)
     return _described(config.source, train, validation, size)

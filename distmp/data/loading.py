@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.comparison import check_same
 from distmp.distributed.failing_together import describe, explain_lost_peers
-from distmp.distributed.stopping import STOP_SIGNALS
+from distmp.distributed.stopping import ignore_stop_signals
 from distmp.distributed.world import World
 from distmp.errors import DataError, DistmpError
 from distmp.utils.generators import generators_kept, seed_generators
@@ -244,8 +243,7 @@ def _ignore_stop_signals(worker: int) -> None:
     would turn an orderly stop into a crash. The kernel kills the worker when the training process
     dies, also while it reads a sample.
     """
-    for number in (*STOP_SIGNALS, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     signal_when_parent_ends()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 
 # Four rounds suffice for a large dataset. With few samples more are needed to make all orders
 # equally likely.
@@ -100,14 +100,9 @@ def microbatches_per_rank(
     """
     batch, microbatch = names
     for name, value in ((batch, global_batch_size), (microbatch, microbatch_size)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1")
-    if microbatch_size > global_batch_size:
-        raise ConfigError(
-            microbatch,
-            microbatch_size,
-            f"must be at most {batch} = {global_batch_size}",
-        )
+        require(value >= 1, name, value, "must be at least 1")
+    problem = f"must be at most {batch} = {global_batch_size}"
+    require(microbatch_size <= global_batch_size, microbatch, microbatch_size, problem)
     unit = microbatch_size * world_size
     count, rest = divmod(global_batch_size, unit)
     if rest:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.utils.annotations import HARMLESS, consequential
 from distmp.utils.imports import load_function
 
@@ -97,8 +97,8 @@ class DataConfig:
                 f"{hint}, or write an import path 'module:callable'; `distmp data tokenize` turns"
                 " JSON Lines, parquet and text into tokens",
             )
-        if self.source == "tokens" and self.path is None:
-            raise ConfigError("data.path", None, "name the directory of token ids")
+        valid = self.source != "tokens" or self.path is not None
+        require(valid, "data.path", None, "name the directory of token ids")
         if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
             raise ConfigError(
                 "data.pattern",
@@ -107,14 +107,11 @@ class DataConfig:
             )
 
     def _check_numbers(self) -> None:
-        if self.sequence_length < 1:
-            raise ConfigError("data.sequence_length", self.sequence_length, "must be at least 1")
-        if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError(
-                "data.held_out", self.held_out, "must be a share from 0 to below 1, such as 0.05"
-            )
-        if not 0 <= self.workers <= _MAX_WORKERS:
-            raise ConfigError("data.workers", self.workers, f"must be from 0 to {_MAX_WORKERS}")
+        length, hint = self.sequence_length, f"must be from 0 to {_MAX_WORKERS}"
+        require(length >= 1, "data.sequence_length", length, "must be at least 1")
+        require(0 <= self.workers <= _MAX_WORKERS, "data.workers", self.workers, hint)
+        hint = "must be a share from 0 to below 1, such as 0.05"
+        require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, hint)
 
     def _check_options(self) -> None:
         if self.options and not self.is_import_path:
@@ -125,13 +122,10 @@ class DataConfig:
             )
         for name in ("path", "validation_path"):
             value = getattr(self, name)
-            if value == "":
-                raise ConfigError(f"data.{name}", value, "name a directory, or null")
+            require(value != "", f"data.{name}", value, "name a directory, or null")
             if self.is_import_path and value is not None:
                 problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
                 raise ConfigError(f"data.{name}", value, problem)
         for name in _CALL_ARGUMENTS:
-            if name in self.options:
-                raise ConfigError(
-                    "data.options", self.options, f"{name!r} is passed by distmp; remove it"
-                )
+            problem = f"{name!r} is passed by distmp; remove it"
+            require(name not in self.options, "data.options", self.options, problem)

@@ -82,14 +82,12 @@ class TokenMetadata:
             )
         try:
             content: dict[str, Any] = json.loads(read_regular(file, _LARGEST_BYTES))
-            found = content.pop("format")
-            metadata = cls(**content) if found == _FORMAT else None
-            if metadata is not None and metadata.dtype not in _DTYPES:
+            if (found := content.pop("format")) != _FORMAT:
+                raise ValueError(f"it has format {found!r}; this version of distmp reads {_FORMAT}")
+            metadata = cls(**content)
+            if metadata.dtype not in _DTYPES:
                 raise ValueError(f"dtype = {metadata.dtype!r} is not one of {', '.join(_DTYPES)}")
+            return metadata
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot read {file}: {error}; tokenize the data again"
             raise ConfigError(setting, str(directory), problem) from error
-        if metadata is None:
-            problem = f"{file} has format {found!r}; this version of distmp reads {_FORMAT}"
-            raise ConfigError(setting, str(directory), problem)
-        return metadata

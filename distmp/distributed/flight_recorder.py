@@ -111,8 +111,13 @@ def _entries(backend: str) -> list[dict[str, Any]]:
     dump_json = getattr(getattr(torch._C, "_distributed_c10d", None), _DUMP[backend], None)
     if dump_json is None:
         return []
-    with _end_process_if_blocked():
+    # NCCL's recorder queries CUDA events. That may block, with the GIL, if the device hangs, and no
+    # thread could end the process then: print the stacks of all threads, and exit.
+    faulthandler.dump_traceback_later(BLOCKED_SECONDS, exit=True)
+    try:
         text = dump_json()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     entries: list[dict[str, Any]] = json.loads(text).get("entries") or []
     return [entry for entry in entries if entry["profiling_name"].startswith(f"{backend}:")]
 
@@ -120,17 +125,3 @@ def _entries(backend: str) -> list[dict[str, Any]]:
 def _is_pending(entry: dict[str, Any]) -> bool:
     # Gloo only sets `retired`, NCCL `state` as soon as it is known.
     return not (entry["is_p2p"] or entry["retired"] or entry["state"] == "completed")
-
-
-@contextlib.contextmanager
-def _end_process_if_blocked() -> Iterator[None]:
-    """End the process if a dump blocks, with the stacks of all threads.
-
-    NCCL's recorder queries CUDA events. That may block, with the GIL, if the device hangs, and no
-    thread could end the process then.
-    """
-    faulthandler.dump_traceback_later(BLOCKED_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()

@@ -53,7 +53,10 @@ def end_with_launcher() -> Iterator[None]:
     if not is_under_torchrun():
         yield
         return
-    _launcher = _find_launcher()
+    # The launcher may have ended before this call. torchrun passes no ID to its ranks. A process
+    # that is not the parent but is alive has launched an outer run, in which this one is nested.
+    passed = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+    _launcher = os.getppid() if psutil.pid_exists(passed) else passed
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(stopped,), name="launcher watch", daemon=True)
     thread.start()
@@ -83,16 +86,6 @@ def _kill_later() -> Iterator[None]:
         signal_when_parent_ends(0)
         if is_orphan():
             signal.alarm(0)
-
-
-def _find_launcher() -> int:
-    """Return the process ID of the launcher, which may have ended before this call.
-
-    torchrun passes no ID to its ranks. A process that is not the parent but is alive has
-    launched an outer run, in which this one is nested.
-    """
-    passed = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
-    return os.getppid() if psutil.pid_exists(passed) else passed
 
 
 def _watch(stopped: threading.Event) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.utils.intervals import intersection, length, union
+from distmp.utils.intervals import overlap
 
 
 class TimePoint:
@@ -149,12 +149,12 @@ class _Interval(NamedTuple):
     def compute_time(self) -> ComputeTime:
         """Return the times of the interval, which must be past."""
         between = self.begin.seconds_until(self.end)
-        waits = union(
+        waits = (
             (self.begin.seconds_until(begin), self.begin.seconds_until(end))
             for begin, end in self.waits
         )
         # Sums are rounded: never more than `between`.
-        return ComputeTime(between, min(length(intersection(waits, [(0.0, between)])), between))
+        return ComputeTime(between, min(overlap(waits, [(0.0, between)]), between))
 
 
 class StepClock:

@@ -25,7 +25,7 @@ from distmp.distributed.rank_environment import (
     wants_cpu,
 )
 from distmp.distributed.rendezvous_store import PrefixStore, Store
-from distmp.errors import ConfigError, SetupError
+from distmp.errors import ConfigError, SetupError, require
 from distmp.utils.generators import check_seed, seed_all
 
 
@@ -318,8 +318,7 @@ def _check_address(world_size: int) -> None:
                 "the script with torchrun, or call torch.distributed.init_process_group first",
             )
     port = read_integer(os.environ, "MASTER_PORT")
-    if not 0 < port < 2**16:
-        raise ConfigError("MASTER_PORT", port, "must be a port, from 1 to 65535")
+    require(0 < port < 2**16, "MASTER_PORT", port, "must be a port, from 1 to 65535")
 
 
 def _check_group() -> None:
@@ -333,15 +332,6 @@ def _check_group() -> None:
             "only this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that "
             "train independently",
         )
-
-
-def keep_until_exit(group: dist.ProcessGroup | None) -> None:
-    """Keep a reference to a group until the process ends.
-
-    With torch 2.13, destroying a gloo group deadlocks if torch's DDP holds the last reference: it
-    holds the interpreter lock and waits for a gloo thread that needs the lock.
-    """
-    atexit.register(lambda: group)
 
 
 def leave() -> None:

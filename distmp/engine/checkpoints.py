@@ -30,13 +30,7 @@ from distmp.distributed.roll_call import TIMED_OUT
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import SCHEDULE, TensorSpec
-from distmp.errors import (
-    CheckpointError,
-    ConfigError,
-    TrainingError,
-    listed,
-    require,
-)
+from distmp.errors import CheckpointError, ConfigError, TrainingError, listed, require
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.distributed.wait_times import StepClock
 from distmp.distributed.world import World
+from distmp.engine import step_checks
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
@@ -25,15 +26,9 @@ from distmp.engine.replays import Replays
 from distmp.engine.setup import LossFunction, set_up
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
-from distmp.engine.step_checks import (
-    check_gradients_enabled,
-    check_loss_function,
-    listed_microbatches,
-    refuse_one_batch,
-)
 from distmp.engine.wrong_index import LatestBatches
 from distmp.errors import ConfigError, TrainingError
-from distmp.optim import OptimizerFactory, ScheduleFactory
+from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.strategy import Strategy
@@ -113,7 +108,7 @@ class Engine:
         initialize: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        check_loss_function(loss)
+        step_checks.check_loss_function(loss)
         config = with_settings(config, settings)
         self._setup = setup = set_up(
             model, loss, optimizer, schedule, config, device, initialize=initialize
@@ -289,8 +284,8 @@ class Engine:
 
     def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
         """Check model, optimizer and microbatches before a step; return the microbatches."""
-        check_gradients_enabled()
-        batches = listed_microbatches(microbatches, count)
+        step_checks.check_gradients_enabled()
+        batches = step_checks.listed_microbatches(microbatches, count)
         if self.holds_average:
             raise TrainingError(
                 "engine.step inside of average.as_weights() would train the average; call it "
@@ -391,7 +386,7 @@ class Engine:
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
-            refuse_one_batch(microbatches)
+            step_checks.refuse_one_batch(microbatches)
             return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
+from distmp.utils.settings import flat, to_mapping
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,16 @@ class EngineConfig(AccumulationSettings):
         check_types(self, skip=("policy",))  # `resolve` checks the policy
         super().__post_init__()
         check_max_norm(self.max_norm)
-        if self.max_consecutive_skips < 1:
-            raise ConfigError(
-                "max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
-            )
-        if self.nominal_weight is not None and not 0 < self.nominal_weight < math.inf:
-            raise ConfigError(
-                "nominal_weight", self.nominal_weight, "use a finite number above 0, or None"
-            )
+        skips, weight = self.max_consecutive_skips, self.nominal_weight
+        require(skips >= 1, "max_consecutive_skips", skips, "use 1 or more steps")
+        valid = weight is None or 0 < weight < math.inf
+        require(valid, "nominal_weight", weight, "use a finite number above 0, or None")
         check_order(self.precision_phases)
 
     def describe(self) -> dict[str, str]:
         """Return the settings as text by dotted name, for a comparison between ranks."""
-        return dict(_describe("", self))
+        values = flat(to_mapping(self))
+        return {name: repr(value).removeprefix("torch.") for name, value in values.items()}
 
 
 class EngineSettings(TypedDict, total=False):
@@ -132,14 +130,3 @@ def check_max_norm(max_norm: object) -> None:
     is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and max_norm > 0):  # type: ignore[operator]
         raise ConfigError("max_norm", max_norm, "use a number above 0, or None for no clipping")
-
-
-def _describe(name: str, value: Any) -> list[tuple[str, str]]:
-    if not is_dataclass(value):
-        return [(name, repr(value).removeprefix("torch."))]
-    prefix = f"{name}." if name else ""
-    return [
-        entry
-        for field in fields(value)
-        for entry in _describe(f"{prefix}{field.name}", getattr(value, field.name))
-    ]

@@ -13,12 +13,7 @@ from torch import nn
 
 from distmp.data.dataloader import step_of
 from distmp.data.streams import StreamMicrobatches
-from distmp.distributed.comparison import (
-    describe_model,
-    describe_param_groups,
-    hyperparameters,
-    raise_difference,
-)
+from distmp.distributed import comparison
 from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
@@ -158,7 +153,7 @@ class EngineParts:
             self.calls.weights if self.calls.counts["engine.step"] == 1 else (),
             self.state.max_norm,
             self.state.nominal_weight,
-            hyperparameters(updates.optimizer),
+            comparison.hyperparameters(updates.optimizer),
             updates.learning_rates.planned(updates.max_applied),
             [parameter.requires_grad for parameter in self.parameters],
             self.modes.evaluating(),
@@ -173,7 +168,7 @@ class EngineParts:
             ConfigError: On all ranks, naming a setting.
         """
         with explain_lost_peers(self.setup.world.group):
-            raise_difference(self.setup.world.group, self._described())
+            comparison.raise_difference(self.setup.world.group, self._described())
 
     def _described(self) -> dict[str, str]:
         """Return the settings as text by name, for a comparison between ranks."""
@@ -186,10 +181,10 @@ class EngineParts:
             "dataset": self.calls.source,
             "max_norm": repr(self.state.max_norm),
             "nominal_weight": repr(self.state.nominal_weight),
-            **describe_param_groups(updates.optimizer),
+            **comparison.describe_param_groups(updates.optimizer),
             "schedule": repr(updates.learning_rates.planned(updates.max_applied)),
             "modules in evaluation mode": ", ".join(self.modes.evaluating()),
-            **describe_model(self.setup.strategy.module),
+            **comparison.describe_model(self.setup.strategy.module),
             **self.calls.weights,
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
             "writes to weights": str(updates.tensors.writes()),

@@ -22,7 +22,7 @@ from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
-from distmp.optim import OptimizerFactory, ScheduleFactory
+from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig
 from distmp.parallel.build_strategy import build_strategy, resolve_strategy
 from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
@@ -33,7 +33,7 @@ from distmp.parallel.strategy import Strategy, check_model
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.policy import SIXTEEN_BIT, costs
 from distmp.quantization.layers import log_formats
-from distmp.scaling import unused_rules
+from distmp.scaling.settings import unused_rules
 from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_initial_values
 from distmp.utils.dtypes import dtype_name
 

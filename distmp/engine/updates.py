@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.factories import OptimizerFactory, ScheduleFactory
+from distmp.optim.learning_rates import LearningRates
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
 from distmp.optim.state import prepare_for_device_skip
 from distmp.parallel.matrices import place_matrices, place_shards

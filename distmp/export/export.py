@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.errors import CheckpointError, ConfigError, nearest
+from distmp.errors import CheckpointError, nearest, require
 from distmp.export.files import write, write_directory
 from distmp.export.weights import PREFIX
 from distmp.models import huggingface_files
@@ -150,18 +150,16 @@ def export(
         >>> export(checkpoint, "exported", "bf16")
         36
     """
-    if dtype not in DTYPE_WORDS:
-        raise ConfigError("--dtype", dtype, nearest(dtype, DTYPE_WORDS))
+    require(dtype in DTYPE_WORDS, "--dtype", dtype, nearest(dtype, DTYPE_WORDS))
     check_directory_name("--to", directory)
     target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--to", str(directory), "exists already; name a new directory")
+    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    require(is_new, "--to", str(directory), "exists already; name a new directory")
     checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
-    if ema and not _names_below(AVERAGE_PREFIX, checkpoint):
-        raise ConfigError(
-            "--ema", str(checkpoint), "contains no average of the weights; train with ema.decay"
-        )
+    valid = not ema or bool(_names_below(AVERAGE_PREFIX, checkpoint))
+    problem = "contains no average of the weights; train with ema.decay"
+    require(valid, "--ema", str(checkpoint), problem)
     tokenizer = _tokenizer(checkpoint)
     adapter = checkpoint.numbers.get("adapter")
     weights = CheckpointWeights(

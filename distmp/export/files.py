@@ -223,11 +223,9 @@ def _check_replaceable(directory: Path) -> None:
     """
     if not directory.exists():
         return
-    names = (
-        sorted(path.name for path in directory.iterdir())
-        if directory.is_dir()
-        else [directory.name]
-    )
+    names = [directory.name]
+    if directory.is_dir():
+        names = sorted(path.name for path in directory.iterdir())
     has_weights = any(name.endswith(".safetensors") for name in names)
     others = [name for name in names if not has_weights or Path(name).suffix not in _SUFFIXES]
     if others:

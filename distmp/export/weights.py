@@ -83,15 +83,6 @@ def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
     return _compare(model.state_dict(keep_vars=True), weights, _dimensions(model))
 
 
-def unknown_names(model: nn.Module, weights: StoredWeights) -> list[str]:
-    """Return the names of stored tensors that a model does not have, sorted.
-
-    Raises:
-        ConfigError: If they cannot be read.
-    """
-    return sorted(weights.shapes().keys() - model.state_dict(keep_vars=True).keys())
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """Weights in safetensors.

@@ -21,14 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.distributed.rank_environment import is_true, wants_cpu
-from distmp.distributed.world import keep_until_exit
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
-from distmp.scaling import LossScaleConfig, loss_scale_rules, unused_rules
+from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
 
 try:
@@ -195,8 +194,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""
-        if dist.is_initialized():
-            keep_until_exit(dist.group.WORLD)
+        # Keep a reference to the process group until the process ends. With torch 2.13, destroying
+        # a gloo group deadlocks if torch's DDP holds the last reference: it holds the interpreter
+        # lock and waits for a gloo thread that needs the lock.
+        atexit.register(lambda group: None, dist.group.WORLD)
         super().end_training()
         self._switches.close()
         atexit.unregister(self._switches.close)
@@ -355,8 +356,7 @@ def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
     Raises:
         ConfigError: For other values, such as "fp8", which only distmp.Engine computes.
     """
-    if word not in POLICIES:
-        raise ConfigError(setting, word, nearest(word, POLICIES))
+    require(word in POLICIES, setting, word, nearest(word, POLICIES))
     return PRESETS[POLICIES[word]]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.settings import LossScaleConfig
 
 
 class DeferredGradScaler(DistributedGradScaler):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
@@ -25,7 +25,8 @@ from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep, poli
 from distmp.precision.builders import refuse_low_precision_matmuls
 from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
-from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules, unused_rules
+from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -341,10 +342,9 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss."""
-        if tensor.device.type != self.device:
-            raise ConfigError(
-                "device", self.device, f"the loss is on {tensor.device.type}; pass its device type"
-            )
+        kind = tensor.device.type
+        problem = f"the loss is on {kind}; pass its device type"
+        require(kind == self.device, "device", self.device, problem)
         self._backwards += 1
         # Lightning's automatic optimization divides by `accumulate_grad_batches`.
         automatic = self._in_trainer and model.automatic_optimization

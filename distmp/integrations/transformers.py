@@ -17,7 +17,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 
 try:
     import transformers

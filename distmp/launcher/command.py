@@ -9,7 +9,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.launcher.job import ENVIRONMENTS
 from distmp.launcher.local import launch
 from distmp.launcher.network import Network
@@ -137,8 +137,7 @@ def _ssh(text: str) -> list[str]:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError("--ssh", text, f"is not a command ({error})") from None
-    if not words:
-        raise ConfigError("--ssh", text, "name a command, such as 'ssh -p 2222'")
+    require(len(words) > 0, "--ssh", text, "name a command, such as 'ssh -p 2222'")
     return words
 
 

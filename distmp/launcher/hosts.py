@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, TextIO
 
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, handling
-from distmp.errors import STOPPED_EXIT_CODE, ConfigError
+from distmp.errors import STOPPED_EXIT_CODE, ConfigError, require
 from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import Network, address_of, join_port
 from distmp.launcher.plan import UserOptions, log, random_port
@@ -69,12 +69,10 @@ def read_hosts(text: str) -> list[Host]:
     else:
         lines = text.split(",")
     hosts = [_read_host(text, line) for line in lines if line.partition("#")[0].strip()]
-    if not hosts:
-        raise ConfigError("--hosts", text, "names no host")
+    require(len(hosts) > 0, "--hosts", text, "names no host")
     names = [host.name for host in hosts]
     twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ConfigError("--hosts", text, f"{', '.join(sorted(twice))} is listed twice")
+    require(not twice, "--hosts", text, f"{', '.join(sorted(twice))} is listed twice")
     return hosts
 
 

@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from distmp.distributed.rank_environment import (
-    MACHINES,
-    PROCESSES,
-    TORCHRUN,
-    LauncherVariables,
-)
-from distmp.errors import ConfigError
+from distmp.distributed.rank_environment import MACHINES, PROCESSES, TORCHRUN, LauncherVariables
+from distmp.errors import ConfigError, require
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -218,8 +213,7 @@ def _refuse_several_launchers(source: LauncherVariables, variables: Variables) -
 
 def _port(variables: Variables, name: str) -> ExplainedValue[int]:
     port = _number(variables, name, least=1)
-    if port >= 2**16:
-        raise ConfigError(name, port, "must be a port below 65536")
+    require(port < 2**16, name, port, "must be a port below 65536")
     return ExplainedValue(port, name)
 
 
@@ -294,10 +288,8 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
     names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     lists = (expand(variables[name], setting=name) for name in names if name in variables)
     hosts = tuple(next(lists, ()))
-    if not hosts:
-        raise ConfigError(
-            "SLURM_STEP_NODELIST", None, f"is not set although SLURM_STEP_ID = {step} is"
-        )
+    problem = f"is not set although SLURM_STEP_ID = {step} is"
+    require(len(hosts) > 0, "SLURM_STEP_NODELIST", None, problem)
     nodes = ExplainedValue(len(hosts), "machines in the step's list")
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if {part.partition("(")[0] for part in tasks.split(",")} != {"1"}:
@@ -338,10 +330,8 @@ def _evidence(variables: Variables, *names: str) -> str:
 
 def _required(variables: Variables, name: str) -> str:
     value = variables.get(name, "").strip()
-    if not value:
-        raise ConfigError(
-            name, variables.get(name), "is not set, although other variables of its kind are"
-        )
+    problem = "is not set, although other variables of its kind are"
+    require(value != "", name, variables.get(name), problem)
     return value
 
 

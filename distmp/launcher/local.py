@@ -15,26 +15,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from distmp.distributed import stopping
 from distmp.distributed.orphans import LAUNCHER_VARIABLE
 from distmp.distributed.rank_environment import STORE_VARIABLE
-from distmp.distributed.stopping import (
-    INTERRUPTED_EXIT_CODE,
-    STOP_SIGNALS,
-    exit_code_after,
-    ignore_stop_signals,
-)
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop
-from distmp.launcher.plan import (
-    Endpoint,
-    Plan,
-    assignment,
-    join_timeout_seconds,
-    log,
-    make_plan,
-)
+from distmp.launcher.plan import Endpoint, Plan, assignment, join_timeout_seconds, log, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, guarded
 from distmp.launcher.torchrun import check, parse, read
 from distmp.masking import masked
@@ -54,12 +42,7 @@ _NOISY = (
 
 # Exit codes of ranks that end because another rank did: torchrun stops them with SIGTERM, NCCL's
 # watchdog aborts them when a peer is lost.
-_CONSEQUENCES = (
-    LOST_PEER_EXIT_CODE,
-    -signal.SIGTERM,
-    128 + signal.SIGTERM,
-    -signal.SIGABRT,
-)
+_CONSEQUENCES = (LOST_PEER_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGABRT)
 
 # The usual cause of a signal that kills a rank. Logs of several machines are often merged: advice
 # about a machine names it.
@@ -211,17 +194,17 @@ def _run(options: Namespace) -> int:
 
 def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
     # Ranks may outlive torchrun, which repeated signals interrupt while it waits.
-    ignore_stop_signals()
+    stopping.ignore_stop_signals()
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     _kill_children()
-    if number not in STOP_SIGNALS:
+    if number not in stopping.STOP_SIGNALS:
         log(f"stopped by {number.name}")
         return 128 + number
     code = stop.exit_code()
     how = f"by {stop.received.name}" if stop.received else "after a checkpoint"
     if stop.killed:
         log(f"stopped {how}; ranks that did not exit in time were killed")
-    elif code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+    elif code in (STOPPED_EXIT_CODE, stopping.INTERRUPTED_EXIT_CODE):
         log(f"stopped {how}; continue the run with --resume auto (exit code {code})")
     else:
         log(f"stopped {how}, and a rank failed with exit code {code}; see its messages above")
@@ -258,8 +241,8 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     if code > 0:
         log(f"rank {rank} failed with exit code {code}; see its messages above")
         return code
-    if -code in STOP_SIGNALS:
-        stopped = exit_code_after(-code)
+    if -code in stopping.STOP_SIGNALS:
+        stopped = stopping.exit_code_after(-code)
         log(
             f"rank {rank} was stopped by {_signal_name(-code)} before it had started; continue "
             f"the run with --resume auto (exit code {stopped})"

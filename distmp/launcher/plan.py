@@ -228,11 +228,9 @@ def _several(
     """Add the options for a rendezvous of several machines."""
     job = plan.job
     head, port = _head_and_port(given, job)
-    rank = (
-        ExplainedValue(given.node_rank, "--node-rank")
-        if given.node_rank is not None
-        else job.node_rank
-    )
+    rank = job.node_rank
+    if given.node_rank is not None:
+        rank = ExplainedValue(given.node_rank, "--node-rank")
     conf = dict(given.rdzv_conf or {})
     min_nodes = given.nnodes[0] if given.nnodes else job.nodes.value if job.nodes else 1
     address, address_reason = address_of(head, rank, job, nodes, network)

@@ -24,18 +24,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from distmp.distributed.limits import (
-    INTERVAL_SECONDS,
-    PROBE_SECONDS,
-    ROSTER,
-    SAY_AFTER_SECONDS,
-    SILENT_SECONDS,
-    STORE_SECONDS,
-    beats,
-    connection_error,
-    responds,
-    send_beat,
-)
+from distmp.distributed import limits
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
 from distmp.launcher.orderly_stop import running_ranks
@@ -46,7 +35,7 @@ if TYPE_CHECKING:
 
 # Connections that the kernel keeps until the store accepts them; all ranks connect at once.
 _BACKLOG = 2048
-_TIMEOUT = timedelta(seconds=STORE_SECONDS)
+_TIMEOUT = timedelta(seconds=limits.STORE_SECONDS)
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # The classes of torchrun's rendezvous state.
 _STATE_CLASSES = frozenset(
@@ -154,7 +143,7 @@ def guarded() -> Iterator[None]:
 _HANDSHAKE_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
 # How long threads may take to end, with a probe of a machine that does not respond.
-_END_SECONDS = PROBE_SECONDS + 2.0
+_END_SECONDS = limits.PROBE_SECONDS + 2.0
 _RUN = "distmp/run"
 
 
@@ -185,12 +174,12 @@ class Rendezvous:
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
         self.endpoint = endpoint
         self.store = store
-        self._number = store.add(ROSTER, 1)
+        self._number = store.add(limits.ROSTER, 1)
         # Heartbeats of each launcher, and when their number was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        store.set(f"{ROSTER}/{self._number}", entry)
+        store.set(f"{limits.ROSTER}/{self._number}", entry)
 
     @classmethod
     def open(cls, endpoint: Endpoint) -> Rendezvous:
@@ -214,7 +203,7 @@ class Rendezvous:
 
     def _launchers(self) -> dict[int, Member]:
         """Return the machine of each launcher by number; a restarted launcher has several."""
-        keys = {n: f"{ROSTER}/{n}" for n in range(1, self.store.add(ROSTER, 0) + 1)}
+        keys = {n: f"{limits.ROSTER}/{n}" for n in range(1, self.store.add(limits.ROSTER, 0) + 1)}
         # A launcher may have ended between its number and its entry; `get` would wait for that.
         entries = {n: self.store.get(key) for n, key in keys.items() if self.store.check([key])}
         return {n: Member(*json.loads(entry)) for n, entry in entries.items()}
@@ -234,25 +223,25 @@ class Rendezvous:
 
         def beat() -> None:
             since, logged = time.monotonic(), ""
-            while not done.wait(INTERVAL_SECONDS):
+            while not done.wait(limits.INTERVAL_SECONDS):
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
-                    send_beat(self.store, self._number)
+                    limits.send_beat(self.store, self._number)
                     last_response[0] = time.monotonic()
                     alive = self._alive()
                     if running_ranks():  # without any, torchrun waits for other machines
                         since, logged = time.monotonic(), ""
-                    elif time.monotonic() - since > SAY_AFTER_SECONDS:
+                    elif time.monotonic() - since > limits.SAY_AFTER_SECONDS:
                         if (waiting := self._waiting_for(alive)) != logged:
                             seconds = self.endpoint.join_timeout_seconds
                             log(f"waiting for {waiting}, up to {seconds} s")
                         logged = waiting
 
         def watch() -> None:
-            while not done.wait(INTERVAL_SECONDS / 5):
+            while not done.wait(limits.INTERVAL_SECONDS / 5):
                 silence = time.monotonic() - last_response[0]
-                if silence > self.endpoint.read_timeout_seconds and not responds(
+                if silence > self.endpoint.read_timeout_seconds and not limits.responds(
                     self.endpoint.address, self.endpoint.port
                 ):
                     lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
@@ -264,10 +253,10 @@ class Rendezvous:
     def _alive(self) -> set[int]:
         """Return the numbers of the launchers that run."""
         now = time.monotonic()
-        for number, count in beats(self.store).items():
+        for number, count in limits.beats(self.store).items():
             if self._seen.get(number, (None,))[0] != count:
                 self._seen[number] = (count, now)
-        return {n for n, (_, since) in self._seen.items() if now - since < SILENT_SECONDS}
+        return {n for n, (_, since) in self._seen.items() if now - since < limits.SILENT_SECONDS}
 
     def _waiting_for(self, alive: Collection[int]) -> str:
         """Return what the start of ranks waits for.
@@ -293,7 +282,7 @@ class Rendezvous:
     def unresponsive(self) -> list[str]:
         """Return the names of the machines that do not respond any more, for messages."""
         endpoint = self.endpoint
-        if not endpoint.is_host and not responds(endpoint.address, endpoint.port):
+        if not endpoint.is_host and not limits.responds(endpoint.address, endpoint.port):
             return [_head(endpoint)]
         try:
             others = [member for member in self.members() if member != self.this]
@@ -301,7 +290,7 @@ class Rendezvous:
             # The first machine is up, but its part of the run has ended.
             return []
         with ThreadPoolExecutor(max(1, min(64, len(others)))) as pool:
-            up = list(pool.map(lambda member: responds(member.address), others))
+            up = list(pool.map(lambda member: limits.responds(member.address), others))
         return [str(member) for member, is_up in zip(others, up, strict=True) if not is_up]
 
     def timeout_message(self) -> str:
@@ -394,11 +383,11 @@ def _reach(endpoint: Endpoint) -> TCPStore:
 def _wait_until_open(endpoint: Endpoint) -> None:
     started = time.monotonic()
     logged = False
-    while (problem := connection_error(endpoint.address, endpoint.port)) is not None:
+    while (problem := limits.connection_error(endpoint.address, endpoint.port)) is not None:
         waited = time.monotonic() - started
         if waited > endpoint.join_timeout_seconds:
             raise LaunchError(_unreachable(endpoint, problem))
-        if not logged and waited > SAY_AFTER_SECONDS:
+        if not logged and waited > limits.SAY_AFTER_SECONDS:
             log(
                 f"waiting for {_head(endpoint)} to open port {endpoint.port}, up to "
                 f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem})"

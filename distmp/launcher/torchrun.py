@@ -8,7 +8,7 @@ import os
 import shlex
 from argparse import Namespace
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.launcher.plan import UserOptions
 
 # Options with which a user configures a rendezvous that the launcher does not manage.
@@ -41,8 +41,7 @@ def read(arguments: list[str]) -> UserOptions:
         node_rank = None if options.node_rank is None else int(options.node_rank)
     except (RuntimeError, ValueError) as error:
         raise _not_torchruns(arguments, str(error)) from None
-    if ranks is not None and ranks < 1:
-        raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
+    require(ranks is None or ranks >= 1, "--nproc-per-node", ranks, "must be at least 1")
     if nnodes and not 1 <= nnodes[0] <= nnodes[1]:
         raise ConfigError("--nnodes", options.nnodes, "must be N or MIN:MAX with 1 <= MIN <= MAX")
     own = [name for name in _OWN_RENDEZVOUS if getattr(options, name) is not None]

@@ -57,12 +57,10 @@ def check_settings(values: Mapping[str, Any]) -> None:
     """
     require_package(SETTING, dict(values), "peft", "hf")
     for name, value in values.items():
-        if name not in KNOWN:
-            raise ConfigError(f"{SETTING}.{name}", value, nearest(str(name), KNOWN))
+        require(name in KNOWN, f"{SETTING}.{name}", value, nearest(str(name), KNOWN))
     initialization = values.get("init_lora_weights", True)
-    if initialization not in _INITIALIZATIONS:
-        problem = "use true or 'gaussian'"
-        raise ConfigError(f"{SETTING}.init_lora_weights", initialization, problem)
+    valid = initialization in _INITIALIZATIONS
+    require(valid, f"{SETTING}.init_lora_weights", initialization, "use true or 'gaussian'")
     # peft accepts values under which adapters train nothing.
     pattern = values.get("alpha_pattern")
     patterns = pattern.values() if isinstance(pattern, Mapping) else ()
@@ -96,10 +94,9 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     tied = _tied(model)
     if any(_layers(model)):
         raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
-    if values.get("target_modules") is None and not is_hugging_face:
-        raise ConfigError(
-            f"{SETTING}.target_modules", None, f"name layers to adapt; {_linear_layers(forwards)}"
-        )
+    valid = is_hugging_face or values.get("target_modules") is not None
+    hint = f"name layers to adapt; {_linear_layers(forwards)}"
+    require(valid, f"{SETTING}.target_modules", None, hint)
     try:
         config = peft.LoraConfig(**{"task_type": task, **values})
         with warnings.catch_warnings(record=True) as caught, _without_memory():

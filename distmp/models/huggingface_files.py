@@ -1,12 +1,10 @@
-"""Finds the files that `model.name: hf:PATH` names, and loads tokenizers from such directories."""
+"""Finds the files that `model.name: hf:PATH` names, and copies those of tokenizers."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from distmp.errors import ConfigError
 from distmp.utils.files import MODEL, located
@@ -33,39 +31,6 @@ def locate(name: str) -> Path:
         )
     require_package("model.name", name, "transformers", "hf")
     return path
-
-
-DEFINITION = "tokenizer.json"
-"""File of a directory that defines a tokenizer."""
-
-
-def load_tokenizer(setting: str, directory: Path) -> Any:
-    """Return the tokenizer of a directory, as transformers loads it.
-
-    Args:
-        setting: Name of the setting or option that names the directory, for error messages.
-        directory: A directory with `tokenizer.json`.
-
-    Raises:
-        ConfigError: If transformers is not installed, or cannot load it.
-    """
-    require_package(setting, str(directory), "transformers", "hf")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        # Libraries of tokenizers raise any type.
-        problem = f"transformers cannot load it: {error}"
-        raise ConfigError(setting, str(directory), problem) from error
-
-
-def sha256(tokenizer: Any) -> str:
-    """Return the hash of a tokenizer's definition, hexadecimal, as in `tokens.json`."""
-    definition: str = tokenizer.backend_tokenizer.to_str()
-    return hashlib.sha256(definition.encode()).hexdigest()
 
 
 SUBDIRECTORY = "tokenizer"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from distmp.data import IGNORED
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.models.linear_cross_entropy import check_targets
 from distmp.utils.tensor_trees import described
 
@@ -95,8 +95,7 @@ def _check_padding(mask: Tensor) -> None:
     """
     if isinstance(mask, FakeTensor) or torch.compiler.is_compiling():
         return
-    if mask.dim() != 2:
-        raise ConfigError("attention_mask", tuple(mask.shape), _RIGHT)
+    require(mask.dim() == 2, "attention_mask", tuple(mask.shape), _RIGHT)
     is_right = ((mask[:, 1:] != 0) <= (mask[:, :-1] != 0)).all(1)
     if mask.device.type != "cpu":
         torch._assert_async(is_right.all(), f"attention_mask: {_RIGHT}")

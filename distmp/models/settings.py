@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.annotations import IGNORED, dangerous
 from distmp.utils.imports import load_function
@@ -93,15 +93,11 @@ class ModelConfig:
                 self.name,
                 "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'",
             )
-        if ":" not in self.loss and self.loss != "next_token":
-            raise ConfigError(
-                "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
-            )
-        if self.size not in SIZES:
-            raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
-        if self.name != "transformer" and self.size != "1m":
-            problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
-            raise ConfigError("model.size", self.size, problem)
+        hint = "write 'next_token' or an import path 'module:callable'"
+        require(":" in self.loss or self.loss == "next_token", "model.loss", self.loss, hint)
+        require(self.size in SIZES, "model.size", self.size, nearest(self.size, SIZES))
+        problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
+        require(self.name == "transformer" or self.size == "1m", "model.size", self.size, problem)
         if self.name == "transformer" and self.options:
             self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:

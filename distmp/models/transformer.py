@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
 
 _STD = 0.02
@@ -90,14 +90,10 @@ class TransformerConfig:
                 "serves the same number of heads",
             )
         # FP32, in which angles and norms are computed, has no larger base.
-        if not 1 <= self.rotary_base <= 1e38:
-            raise ConfigError(
-                "model.options.rotary_base", self.rotary_base, "use a number from 1 to 1e38"
-            )
-        if not 0 <= self.norm_epsilon <= 1:
-            raise ConfigError(
-                "model.options.norm_epsilon", self.norm_epsilon, "use a number from 0 to 1"
-            )
+        base, hint = self.rotary_base, "use a number from 1 to 1e38"
+        require(1 <= base <= 1e38, "model.options.rotary_base", base, hint)
+        epsilon, hint = self.norm_epsilon, "use a number from 0 to 1"
+        require(0 <= epsilon <= 1, "model.options.norm_epsilon", epsilon, hint)
 
     @property
     def groups(self) -> int:

@@ -6,27 +6,12 @@ from typing import TYPE_CHECKING
 
 from distmp._lazy import lazy_names
 
-__all__ = [
-    "AdamW",
-    "LearningRates",
-    "Muon",
-    "NamedParameters",
-    "OptimizerFactory",
-    "ScheduleFactory",
-]
+__all__ = ["AdamW", "Muon"]
 
 if TYPE_CHECKING:
     from distmp.optim.adamw import AdamW
-    from distmp.optim.factories import NamedParameters, OptimizerFactory, ScheduleFactory
-    from distmp.optim.learning_rates import LearningRates
     from distmp.optim.muon import Muon
 else:
     __getattr__ = lazy_names(
-        __name__,
-        {
-            "distmp.optim.adamw": ("AdamW",),
-            "distmp.optim.factories": ("NamedParameters", "OptimizerFactory", "ScheduleFactory"),
-            "distmp.optim.learning_rates": ("LearningRates",),
-            "distmp.optim.muon": ("Muon",),
-        },
+        __name__, {"distmp.optim.adamw": ("AdamW",), "distmp.optim.muon": ("Muon",)}
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
@@ -37,8 +37,7 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     """
     if ":" in name:
         return load_callable("optim.name", name)
-    if name not in OPTIMIZERS:
-        raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
+    require(name in OPTIMIZERS, "optim.name", name, nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
 
 
@@ -71,17 +70,17 @@ def optimizer_factory(
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     choices = [name for name in accepted if name not in ("params", *OWN_SETTINGS, *options)]
     for name, value in config.options.items():
-        if name in OWN_SETTINGS:
-            raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
+        setting = f"optim.options.{name}"
+        require(name not in OWN_SETTINGS, setting, value, f"set optim.{name} instead")
         if name not in choices and not accepts_any:
             problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
-            raise ConfigError(f"optim.options.{name}", value, problem)
+            raise ConfigError(setting, value, problem)
         default = accepted[name].default if name in accepted else None
         length = len(value) if isinstance(value, list | tuple) else None
         # torch's AdamW accepts three betas, and fails in the first step.
         if isinstance(default, tuple) and length != len(default):
             problem = f"write {len(default)} numbers, as in {[*default]}"
-            raise ConfigError(f"optim.options.{name}", value, problem)
+            raise ConfigError(setting, value, problem)
     options |= config.options
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.

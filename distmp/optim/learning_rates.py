@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.host_copy import numbers_to_device
 from distmp.utils.imports import check_arguments
 
@@ -317,10 +317,8 @@ def _check_rate(index: int, rate: Any) -> None:
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    if not is_number or not 0 <= rate < math.inf:
-        raise ConfigError(
-            f"optimizer.param_groups[{index}]['lr']", rate, "use a finite number of 0 or more"
-        )
+    name, hint = f"optimizer.param_groups[{index}]['lr']", "use a finite number of 0 or more"
+    require(is_number and 0 <= rate < math.inf, name, rate, hint)
 
 
 def _version(rate: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.errors import ConfigError, listed, nearest
+from distmp.errors import ConfigError, listed, nearest, require
 from distmp.optim.adamw import store
 from distmp.optim.owners import Owners, ShardedMatrix
 from distmp.scaling.norms import chunk_norms
@@ -362,26 +362,16 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
     return [{**group, "params": part, "muon": muon} for muon, part in parts.items() if part]
 
 
-def _check(
-    momentum: float,
-    adjust_lr_fn: str,
-    ns_dtype: str,
-    adamw: Sequence[str] | None,
-) -> None:
+def _check(momentum: float, adjust_lr_fn: str, ns_dtype: str, adamw: Sequence[str] | None) -> None:
     """Refuse values that the optimizer cannot use.
 
     Raises:
         ConfigError: If a value is invalid; it names the option.
     """
-    if not 0 <= momentum < 1:
-        raise ConfigError(
-            "optim.options.momentum", momentum, "use a number of at least 0 and less than 1"
-        )
-    if adjust_lr_fn not in ADJUSTMENTS:
-        raise ConfigError(
-            "optim.options.adjust_lr_fn", adjust_lr_fn, nearest(adjust_lr_fn, ADJUSTMENTS)
-        )
-    if ns_dtype not in NS_DTYPES:
-        raise ConfigError("optim.options.ns_dtype", ns_dtype, nearest(ns_dtype, NS_DTYPES))
-    if isinstance(adamw, str):
-        raise ConfigError("optim.options.adamw", adamw, f"use a list of patterns: [{adamw!r}]")
+    hint = "use a number of at least 0 and less than 1"
+    require(0 <= momentum < 1, "optim.options.momentum", momentum, hint)
+    choices = (("adjust_lr_fn", adjust_lr_fn, ADJUSTMENTS), ("ns_dtype", ns_dtype, NS_DTYPES))
+    for name, value, known in choices:
+        require(value in known, f"optim.options.{name}", value, nearest(value, known))
+    hint = f"use a list of patterns: [{adamw!r}]"
+    require(not isinstance(adamw, str), "optim.options.adamw", adamw, hint)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.failing_together import Ranks
-from distmp.errors import ConfigError, TrainingError, listed
+from distmp.errors import ConfigError, TrainingError, listed, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.factories import NamedParameters, OptimizerFactory
 from distmp.optim.learning_rates import check_kind
@@ -63,10 +63,9 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
             "shards, so choose tensors by name or shape, not among model.parameters()",
             type(optimizer).__name__,
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError(
-            "optimizer", "differentiable=True", "keeps graphs of updates; remove the argument"
-        )
+    keeps_graphs = any(group.get("differentiable") for group in optimizer.param_groups)
+    problem = "keeps graphs of updates; remove the argument"
+    require(not keeps_graphs, "optimizer", "differentiable=True", problem)
     return optimizer
 
 
@@ -314,15 +313,10 @@ def build_on_shards(
     return optimizer
 
 
-def works_on_shards(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer is known to give the same updates on shards of parameters."""
-    # Muon exchanges shards; shards consist of whole blocks of AdamW.
-    known = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
-    return any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in known)
-
-
 def _check_elementwise(kind: type[torch.optim.Optimizer], *, quiet: bool) -> None:
-    if works_on_shards(kind):
+    # Muon exchanges shards; shards consist of whole blocks of AdamW.
+    bases = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
+    if any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in bases):
         return
     name = kind.__name__
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.annotations import consequential, dangerous
 
 # Schedules of distmp; others are import paths.
@@ -43,16 +43,12 @@ class OptimizerConfig:
     `distmp.optim.Muon`."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr >= 0):
-            raise ConfigError("optim.lr", self.lr, "use a finite number of 0 or more")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(
-                "optim.weight_decay", self.weight_decay, "use a finite number of 0 or more"
-            )
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigError(
-                "optim.max_norm", self.max_norm, "use a number above 0, or null for no clipping"
-            )
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"optim.{name}", value, "use a finite number, 0 or more")
+        valid = self.max_norm is None or self.max_norm > 0
+        hint = "use a number above 0, or null for no clipping"
+        require(valid, "optim.max_norm", self.max_norm, hint)
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,17 @@ class ScheduleConfig:
     """Arguments of the scheduler of an import path."""
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ConfigError(
-                "schedule.warmup_steps", self.warmup_steps, "use 0 or more updates, or null"
-            )
+        for name in ("warmup_steps", "decay_steps"):
+            value = getattr(self, name)
+            valid = value is None or value >= 0
+            require(valid, f"schedule.{name}", value, "use 0 or more updates, or null")
         if self.decay_steps is not None and self.name != "wsd":
             raise ConfigError(
                 "schedule.decay_steps",
                 self.decay_steps,
                 f"{self.name} does not use it; set schedule.name to wsd",
             )
-        if self.decay_steps is not None and self.decay_steps < 0:
-            raise ConfigError("schedule.decay_steps", self.decay_steps, "use 0 or more updates")
-        if not 0 <= self.final <= 1:
-            raise ConfigError("schedule.final", self.final, "use a share from 0 to 1")
+        require(0 <= self.final <= 1, "schedule.final", self.final, "use a share from 0 to 1")
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up updates of a run of `steps` steps."""

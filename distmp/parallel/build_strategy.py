@@ -86,11 +86,9 @@ def build_strategy(
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation.shard_optimizer:
         refuse_shared_memory(module, "shard_optimizer", "True")
-    blocks = (
-        outermost(find_blocks(module, config.sharding.wrap))
-        if policy.has_low_precision_matmuls
-        else {}
-    )
+    blocks: dict[str, nn.Module] = {}
+    if policy.has_low_precision_matmuls:
+        blocks = outermost(find_blocks(module, config.sharding.wrap))
     low_precision = low_precision_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
     strategy: Strategy

@@ -83,7 +83,7 @@ from distmp.parallel.settings import ParallelConfig
 from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
-from distmp.scaling import GradientPart
+from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 

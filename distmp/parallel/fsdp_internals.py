@@ -341,10 +341,9 @@ def name_of(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def fsdp2_policies(model: nn.Module) -> Iterator[MixedPrecisionPolicy]:
-    """Yield the policy of each parameter group that `fully_shard` has created."""
-    for group in _groups(model):
-        yield group.mp_policy
+def fsdp2_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
+    """Return the policy of each parameter group that `fully_shard` has created."""
+    return [group.mp_policy for group in _groups(model)]
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:

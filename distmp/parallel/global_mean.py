@@ -18,12 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distmp.errors import ConfigError, listed
-from distmp.parallel.fsdp_internals import (
-    GradientReduction,
-    fsdp1_reduction,
-    fsdp2_reductions,
-    name_of,
-)
+from distmp.parallel import fsdp_internals
+from distmp.parallel.fsdp_internals import GradientReduction
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
@@ -73,10 +69,10 @@ def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
         if isinstance(part, DistributedDataParallel):
             yield _ddp_reduction(part)
         elif isinstance(part, FullyShardedDataParallel):
-            reduction = fsdp1_reduction(part)
+            reduction = fsdp_internals.fsdp1_reduction(part)
             if reduction is not None:
                 yield reduction
-    yield from fsdp2_reductions(module)
+    yield from fsdp_internals.fsdp2_reductions(module)
 
 
 def _ddp_reduction(ddp: Any) -> GradientReduction:
@@ -89,7 +85,8 @@ def _ddp_reduction(ddp: Any) -> GradientReduction:
         )
     group, accumulates = ddp.process_group, not ddp.require_backward_grad_sync
     if ddp._comm_hooks:
-        return GradientReduction((group,), accumulates, None, name_of(ddp._comm_hooks[0][0]))
+        hook = fsdp_internals.name_of(ddp._comm_hooks[0][0])
+        return GradientReduction((group,), accumulates, None, hook)
     return GradientReduction((group,), accumulates, group.size())
 
 

@@ -275,9 +275,7 @@ def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
     return batches
 
 
-def _sizes(
-    batches: list[dict[str, Tensor]],
-) -> list[tuple[int, torch.dtype, torch.device]]:
+def _sizes(batches: list[dict[str, Tensor]]) -> list[tuple[int, torch.dtype, torch.device]]:
     """Return number of elements, dtype and device of each batch of buffers."""
     firsts = [next(iter(batch.values())) for batch in batches]
     return [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.optim import OptimizerFactory
+from distmp.optim.factories import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import strategy
 from distmp.parallel.blocks import COMPILED_WHOLE
@@ -23,7 +23,7 @@ from distmp.parallel.module_buffers import BufferBatches, BufferValues
 from distmp.parallel.settings import AccumulationSettings
 from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
-from distmp.scaling import GradientPart
+from distmp.scaling.step_decision import GradientPart
 from distmp.utils.flat_shard import FlatShard
 
 logger = logging.getLogger("distmp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.utils.annotations import check_types
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
@@ -50,10 +50,10 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         check_types(self, "sharding")
         _check_choice("sharding.accumulate", self.accumulate, Accumulation)
-        if self.shard_size is not None and self.shard_size < 1:
-            raise ConfigError("sharding.shard_size", self.shard_size, "use 1 or more ranks")
-        if not all(self.wrap):
-            raise ConfigError("sharding.wrap", self.wrap, "a pattern needs at least one character")
+        valid = self.shard_size is None or self.shard_size >= 1
+        require(valid, "sharding.shard_size", self.shard_size, "use 1 or more ranks")
+        hint = "a pattern needs at least one character"
+        require(all(self.wrap), "sharding.wrap", self.wrap, hint)
 
     def check(self, strategy: str) -> None:
         """Refuse settings that a strategy does not use.
@@ -151,5 +151,5 @@ class AccumulationSettings:
 
 def _check_choice(setting: str, value: object, choices: Any) -> None:
     """Refuse a value that is not one of the members of a Literal."""
-    if value not in get_args(choices):
-        raise ConfigError(setting, value, nearest(str(value), get_args(choices)))
+    known = get_args(choices)
+    require(value in known, setting, value, nearest(str(value), known))

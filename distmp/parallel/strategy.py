@@ -18,14 +18,14 @@ from torch.nn.parameter import is_lazy
 from distmp.buckets.used_parameters import UsedParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.optim import OptimizerFactory
+from distmp.optim.factories import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import ModuleTree, repeats_elements
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization.layers import LowPrecisionLayers
-from distmp.scaling import GradientPart
+from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 

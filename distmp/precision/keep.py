@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, did_you_mean
+from distmp.errors import ConfigError, did_you_mean, require
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -61,10 +61,8 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     kept: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = matching_modules(module, pattern, "precision.policy.keep_fp32")
-        if "" in matching:
-            raise ConfigError(
-                "precision.policy.keep_fp32", pattern, "keeps the whole model; use the policy fp32"
-            )
+        problem = "keeps the whole model; use the policy fp32"
+        require("" not in matching, "precision.policy.keep_fp32", pattern, problem)
         for name, part in matching.items():
             kept.update(_called(name, part, pattern))
     while shared := _sharing(module, kept):

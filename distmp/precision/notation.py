@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.precision.policy import (
     DTYPE_WORDS,
     FIELDS,
@@ -79,10 +79,9 @@ def as_text(described: PrecisionPolicy) -> str:
     with contextlib.suppress(ConfigError):
         if policy(described.name) == described:
             return described.name
-    if set(",|=") & set(described.name):
-        raise ConfigError(
-            f"{SETTING}.name", described.name, "is the text of another policy; use a word"
-        )
+    is_word = {*",|="}.isdisjoint(described.name)
+    problem = "is the text of another policy; use a word"
+    require(is_word, f"{SETTING}.name", described.name, problem)
     changes = _changes(described) or ["preset=fp32"]
     return ",".join([f"name={described.name}", *changes])
 
@@ -106,8 +105,7 @@ def _split(text: str) -> dict[str, Any]:
             if index > 0:
                 raise ConfigError(SETTING, text, f"{key!r} lacks a value; write {key or 'key'}=...")
             key, value = "preset", key
-        if key in items:
-            raise ConfigError(SETTING, text, f"gives {key} twice")
+        require(key not in items, SETTING, text, f"gives {key} twice")
         items[key] = value
     return items
 

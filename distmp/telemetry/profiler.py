@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
-from distmp.utils.intervals import Interval, difference, intersection, length, union
+from distmp.utils.intervals import Interval, overlap
 
 # Events of torch's profiler, in Chrome's format.
 Events = Sequence[Mapping[str, Any]]
@@ -73,27 +73,19 @@ def measured(events: Events, *, on_cuda: bool) -> tuple[float, float] | None:
     if not steps:
         return None
     device = [event for event in complete if event.get("cat") in _ON_DEVICE]
-    window = _window(steps, device, [event for event in complete if event["name"] in PAUSES])
     kernels = [event for event in device if not _communicates(event)]
     main = steps[0]["tid"]
     operators = [event for event in complete if event["tid"] == main and _computes(event)]
-    busy = _spans(kernels if on_cuda else operators)
-    communication = _spans(event for event in complete if _communicates(event))
-    exposed = difference(intersection(window, communication), busy)
-    return length(window) / len(steps) / 1e6, length(exposed) / len(steps) / 1e6
-
-
-def _window(steps: Events, device: Events, pauses: Events) -> list[Interval]:
-    """Return the times of the steps without the pauses between them."""
-    spans = [_span(step) for step in steps]
+    window = [*map(_span, steps)]
     if device:
         # The device finishes after the host.
-        spans.append((max(stop for _, stop in spans), max(_span(event)[1] for event in device)))
-    return difference(union(spans), _spans(pauses))
-
-
-def _spans(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    return union(map(_span, events))
+        window.append((max(stop for _, stop in window), max(_span(event)[1] for event in device)))
+    pauses = [_span(event) for event in complete if event["name"] in PAUSES]
+    busy = map(_span, kernels if on_cuda else operators)
+    communication = map(_span, filter(_communicates, complete))
+    step = overlap(window, without=pauses)
+    exposed = overlap(window, communication, without=[*pauses, *busy])
+    return step / len(steps) / 1e6, exposed / len(steps) / 1e6
 
 
 def _span(event: Mapping[str, Any]) -> Interval:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import rank_names, ranks_by_value, require
-from distmp.scaling import DistributedGradScaler
+from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.gradients import ByName

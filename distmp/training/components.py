@@ -22,10 +22,10 @@ from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
 from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.engine.checkpoints import load_checkpoint
+from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError, listed, require
-from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards, unknown_names
+from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
 from distmp.models import adapters, huggingface
 from distmp.models.architecture import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
@@ -170,7 +170,7 @@ def _with_weights(
                 problems[0],
             )
     else:
-        unknown = unknown_names(model, weights)
+        unknown = sorted(weights.shapes().keys() - model.state_dict(keep_vars=True).keys())
     huggingface.refuse_unused(model, unknown, config)
     return model, rest
 

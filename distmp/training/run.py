@@ -14,8 +14,8 @@ from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
-from distmp.engine import Engine
 from distmp.engine.checkpoints import load_checkpoint
+from distmp.engine.engine import Engine
 from distmp.optim import Muon
 from distmp.quantization.layers import describe_formats, formats_record
 from distmp.telemetry.console import Console
@@ -23,12 +23,7 @@ from distmp.training import components
 from distmp.training.components import ModelAndData, Progress
 from distmp.training.restarts import Restarts
 from distmp.training.run_directory import RunDirectory, record_start, try_to_write
-from distmp.training.run_fingerprint import (
-    Changes,
-    changes_since,
-    describe_model,
-    run_fingerprint,
-)
+from distmp.training.run_fingerprint import Changes, changes_since, describe_model, run_fingerprint
 from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings

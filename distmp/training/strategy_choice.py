@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
-from distmp.config import RunConfig
+from distmp.config import Config, RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.fsdp_setup import check_shapes, least_free_bytes, shard_size
@@ -13,8 +12,6 @@ from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.components import ModelAndData
 from distmp.utils.units import bytes_text
-
-Config = TypeVar("Config", bound=RunConfig)
 
 # From the fastest to the one that needs the least memory.
 OPTIONS = ("ddp", "hsdp", "fsdp")

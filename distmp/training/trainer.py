@@ -106,7 +106,8 @@ class Trainer(TrainingLoop):
         """Train until the last step or a request to stop; return whether all steps are done."""
         with self.active(stop):
             self.train()
-            finished = self._is_finished()
+            all_done = self.progress.step >= self.config.steps or self._finished_early is not None
+            finished = all_done and not self._unfinished
             for callback in self._each("on_train_end"):
                 callback.on_train_end(self, finished=finished)
             if finished and self._finished_early is not None:
@@ -327,10 +328,6 @@ class Trainer(TrainingLoop):
             reason: Completes "finished after step N: ...".
         """
         self._stopping, self._finished_early = True, reason
-
-    def _is_finished(self) -> bool:
-        all_done = self.progress.step >= self.config.steps or self._finished_early is not None
-        return all_done and not self._unfinished
 
     def _stop_reason(self) -> str | None:
         if is_orphan():

@@ -362,7 +362,7 @@ def build_deferred(
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     if not isinstance(module, nn.Module):
         return module  # callers refuse it with the name of the setting
-    _leave_fake(module, recording, _is_fake)
+    _leave_fake(module, recording, lambda tensor: isinstance(tensor, FakeTensor))
     _refuse_attributes(module, recorder.has_made)
     _recordings[module] = recording
     return module
@@ -519,10 +519,6 @@ def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> Non
             if key not in again and any(map(is_fake, pytree.tree_leaves(attribute))):
                 name = f"{prefix}.{key}".lstrip(".")
                 raise NotDeferrableError(f"keeps a tensor in the attribute {name}")
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -50,12 +50,5 @@ def versions() -> dict[str, str | None]:
         "distmp": distmp.__version__,
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-        "accelerate": _accelerate(),
+        "accelerate": next((d.version for d in metadata.distributions(name="accelerate")), None),
     }
-
-
-def _accelerate() -> str | None:
-    try:
-        return metadata.version("accelerate")
-    except metadata.PackageNotFoundError:
-        return None

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 
 # Suffixes of weight and checkpoint files, refused in names of directories.
 _OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -55,10 +55,8 @@ def check_directory_name(setting: str, directory: str | os.PathLike[str]) -> Non
         ConfigError: If it ends with `.pt`, `.safetensors` or similar.
     """
     suffix = Path(directory).suffix
-    if suffix.lower() in _OF_FILES:
-        raise ConfigError(
-            setting, str(directory), f"names a directory, not a file; use a name without {suffix!r}"
-        )
+    problem = f"names a directory, not a file; use a name without {suffix!r}"
+    require(suffix.lower() not in _OF_FILES, setting, str(directory), problem)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
@@ -198,6 +196,5 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
             )
         return path
     name, known = path.removeprefix(PRESET_PREFIX), preset_names(suffix)
-    if name not in known:
-        raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
+    require(name in known, setting, path, f"there is no such preset; {nearest(name, known)}")
     return str(preset_directory() / f"{name}{suffix}")

@@ -111,11 +111,7 @@ class FlatShard(Tensor):
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import (
-            TensorWriteData,
-            WriteItem,
-            WriteItemType,
-        )
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         return [
             WriteItem(

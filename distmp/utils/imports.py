@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from distmp.errors import ConfigError, did_you_mean
+from distmp.errors import ConfigError, did_you_mean, require
 
 # Keyword arguments, or the names of positional ones.
 Args = Mapping[str, Any] | Sequence[str]
@@ -77,10 +77,8 @@ def load_callable(setting: str, path: str) -> Callable[..., Any]:
         ConfigError: If it does not exist or is not callable.
     """
     loaded = load_object(setting, path)
-    if not callable(loaded):
-        raise ConfigError(
-            setting, path, f"is a {type(loaded).__name__}; name a function or a class"
-        )
+    problem = f"is a {type(loaded).__name__}; name a function or a class"
+    require(callable(loaded), setting, path, problem)
     return cast("Callable[..., Any]", loaded)
 
 

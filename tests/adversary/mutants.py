@@ -272,7 +272,7 @@ MUTANTS = [
     Mutant(
         "a step may be called without gradients enabled",
         "distmp/engine/engine.py",
-        "        check_gradients_enabled()\n",
+        "        step_checks.check_gradients_enabled()\n",
         "",
         "misuse",
     ),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import Fp32GradBuckets
-from distmp.scaling import DistributedGradScaler
+from distmp.scaling.grad_scaler import DistributedGradScaler
 from tests.adversary.script import Case, Found, make_model, recorded_warnings, samples, sgd, summed
 
 STEPS = 3

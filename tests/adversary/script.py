@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepNumbers
 from distmp.parallel import ParallelConfig
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.reference import gathered
 
 INPUTS, WIDTH, CLASSES = 6, 8, 4

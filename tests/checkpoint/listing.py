@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.checkpoint.storage import LocalStorage, is_checkpoint
+from distmp.checkpoint.storage import entries_of, is_checkpoint
 
 
 def latest(directory: Path) -> Path | None:
@@ -20,7 +20,7 @@ def latest(directory: Path) -> Path | None:
 def checkpoints(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints in `directory` by step, in ascending order."""
     by_step: dict[int, Path] = {}
-    for entry in LocalStorage(directory).entries():
+    for entry in entries_of(directory):
         if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
             by_step[entry.step] = entry.path
     return dict(sorted(by_step.items()))

@@ -21,7 +21,7 @@ from distmp.checkpoint import manifest, recovery, saving
 from distmp.checkpoint.dcp import is_finite
 from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
-from distmp.checkpoint.storage import INDEX_FILE, LocalStorage
+from distmp.checkpoint.storage import INDEX_FILE, prepare, publish
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, TrainingError
@@ -207,11 +207,11 @@ def test_rollback_skips_unhealthy_checkpoints(tmp_path: Path) -> None:
 
 def manifest_only(directory: Path, step: int, skipped: int, retention: Retention) -> None:
     """Save a checkpoint whose only file is `state.json`, and apply the retention rules."""
-    writing = LocalStorage(directory).prepare(step)
+    writing = prepare(directory, step)
     mark = f"the last {skipped} steps were all skipped" if skipped >= 10 else None
     (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
-    LocalStorage(directory).publish(writing)
+    publish(writing)
     saving.tidy(directory, step, retention)
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from distmp.checkpoint import dcp, saving, storage
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.checkpoint import listing
 from tests.disks import disk
@@ -256,7 +255,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     saving.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == failing_rank:
-            owners: list[Any] = [saving, storage, LocalStorage, dcp.filesystem.FileSystemWriter]
+            owners: list[Any] = [saving, storage, dcp.filesystem.FileSystemWriter]
             patch.setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
         with pytest.raises(CheckpointError) as error:
             saving.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)

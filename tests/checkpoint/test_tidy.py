@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from distmp.checkpoint import saving
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.settings import Retention
-from distmp.checkpoint.storage import INDEX_FILE, LocalStorage, is_checkpoint
+from distmp.checkpoint.storage import INDEX_FILE, is_checkpoint, prepare, publish
 from tests.checkpoint import listing
 
 REMOVE_TREE = shutil.rmtree
@@ -23,7 +23,7 @@ REMOVE_TREE = shutil.rmtree
 
 def write(directory: Path, step: int, content: str = "") -> Path:
     """Write a checkpoint as `saving.save` does, with `content` in place of tensors."""
-    writing = LocalStorage(directory).prepare(step)
+    writing = prepare(directory, step)
     (writing / STATE_FILE).write_text(content)
     (writing / INDEX_FILE).touch()
     (writing / "data").touch()
@@ -31,7 +31,7 @@ def write(directory: Path, step: int, content: str = "") -> Path:
 
 
 def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
-    LocalStorage(directory).publish(write(directory, step, content))
+    publish(write(directory, step, content))
     saving.tidy(directory, step, Retention(keep))
 
 

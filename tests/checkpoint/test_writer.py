@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from distmp.checkpoint import saving, writer
+from distmp.checkpoint import saving, storage, writer
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import Snapshot, _Copy
-from distmp.checkpoint.storage import LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError
 from tests import reference
 from tests.checkpoint import listing
@@ -348,7 +347,7 @@ def test_failed_save_is_reported_on_all_ranks(tmp_path: Path) -> None:
 def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_writer(tmp_path) as writing:
         writing.save(1, {"a": torch.ones(1)}, {}, wait=True)
-        monkeypatch.setattr(LocalStorage, "publish", _disk_full)
+        monkeypatch.setattr(storage, "publish", _disk_full)
         writing.save(2, {"a": torch.ones(1)}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
@@ -357,7 +356,7 @@ def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_save_failure_is_reported_at_next_step(
     reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalStorage, "publish", _disk_full)
+    monkeypatch.setattr(storage, "publish", _disk_full)
     messages: list[str] = []
     with make_writer(tmp_path, messages) as writing:
         writing.save(1, {"a": torch.ones(1)}, {})
@@ -401,7 +400,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from distmp.checkpoint.storage import LocalStorage
+from distmp.checkpoint import storage
 from tests.checkpoint.test_writer import make_writer
 
 def kill(*_, **__):
@@ -415,7 +414,7 @@ def save(directory, owner, point):
     writing.save(2, {"a": torch.zeros(4)}, {})
     writing.finish()
 
-points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (LocalStorage, "publish")
+points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (storage, "publish")
 for owner, point in points:
     child = os.fork()
     if child == 0:

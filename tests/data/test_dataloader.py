@@ -23,7 +23,7 @@ from distmp.data.evaluation import ForwardOnly
 from distmp.data.order import sample_indices
 from distmp.distributed import roll_call
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, DataError, TrainingError
 from tests.ranks import from_all_ranks, ranks
 

@@ -7,12 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp.distributed.comparison import (
-    Fingerprint,
-    check_same,
-    describe_model,
-    raise_difference,
-)
+from distmp.distributed.comparison import Fingerprint, check_same, describe_model, raise_difference
 from distmp.errors import ConfigError, TrainingError
 from tests.ranks import ranks
 

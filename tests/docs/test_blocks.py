@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepOutcome
 from tests.marks import nightly
 from tests.ports import reserved_port

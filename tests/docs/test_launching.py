@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from distmp.distributed import limits
 from distmp.distributed.rank_environment import MACHINES, PROCESSES, TORCHRUN
-from distmp.launcher import plan, rendezvous
+from distmp.launcher import plan
 from distmp.launcher.hosts import _FORWARDED, read_hosts
 from distmp.launcher.job import ENVIRONMENTS
 from tests.launcher.test_job import POD, SRUN
@@ -36,7 +37,7 @@ def test_variables_are_listed_in_order() -> None:
 def test_launch_page_numbers_agree_with_code() -> None:
     assert f"join_timeout={plan.join_timeout_seconds({})}" in PAGE
     assert f"read_timeout={plan.REJOIN_SECONDS}" in PAGE
-    assert f"say so after {rendezvous.SAY_AFTER_SECONDS:g} s" in PAGE
+    assert f"say so after {limits.SAY_AFTER_SECONDS:g} s" in PAGE
     assert f"between {plan._PORTS[0]} and {plan._PORTS[-1]}" in PAGE
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.figures import ROOT
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import CLIP_EPSILON, local_stats
 
 PAGE = (ROOT / "docs" / "numerics.md").read_text()

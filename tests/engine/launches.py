@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.commands.explain.fake_ranks import communicate, fake_ranks
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from tests.parallel.sharding import sharded
 from tests.recording import Collectives
 from tests.reference import Block

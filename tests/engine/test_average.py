@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.engine import Engine
 from distmp.engine.average import WeightAverage, local
+from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.settings import ParallelConfig, ShardingConfig

@@ -21,8 +21,9 @@ from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
 from distmp.distributed.failing_together import Ranks
-from distmp.engine import Engine, checkpoints
+from distmp.engine import checkpoints
 from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
+from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.train import main
 from tests.checkpoint.sealing import seal

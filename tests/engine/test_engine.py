@@ -14,13 +14,13 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizer_module
 
 from benchmarks.memory import LiveStorages
-from distmp.engine import Engine
 from distmp.engine.divergence_guard import DivergenceConfig
+from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepNumbers
 from distmp.errors import CheckpointError, ConfigError
 from distmp.optim import AdamW
 from distmp.precision import PrecisionPolicy
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import in_turn, ranks, same_on_all_ranks
 from tests.recording import Collectives, HostReads
 from tests.reference import (

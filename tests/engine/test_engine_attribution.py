@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.buckets.parameters import WATCHED_STEPS
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.setup import EngineSetup
 from distmp.errors import TrainingError
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.marks import nightly
 from tests.ranks import in_turn, ranks, same_on_all_ranks
 from tests.reference import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.engine import Engine
-from distmp.scaling import LossScaleConfig
+from distmp.engine.engine import Engine
+from distmp.scaling.settings import LossScaleConfig
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.engine import Engine
 from distmp.engine.divergence_guard import DivergenceConfig
+from distmp.engine.engine import Engine
 from distmp.errors import TrainingError
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import ranks
 from tests.reference import (
     Batch,

@@ -13,7 +13,7 @@ from distmp.engine.rank_consistency import check
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, policy
 from distmp.precision.keep import storage_dtypes
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import ranks, run_ranks
 from tests.recording import Collectives
 from tests.reference import (

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import ranks
 from tests.recording import HostReads
 from tests.reference import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from distmp.data.dataloader import DataLoader
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.loss import next_token_loss
 from distmp.models.metrics import accuracy, find_metric

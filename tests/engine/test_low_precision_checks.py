@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.precision import policy
 from distmp.quantization.layers import describe_formats, formats_record, log_formats

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 
 

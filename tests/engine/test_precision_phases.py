@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.config import PrecisionConfig
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.engine_config import EngineConfig
 from distmp.engine.precision_phases import phase_formats
 from distmp.engine.settings import PrecisionPhase, parse_phases

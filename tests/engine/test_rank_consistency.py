@@ -15,19 +15,15 @@ from torch import Tensor, nn
 from distmp.config import RankConsistencyConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.engine import Engine, rank_consistency
+from distmp.engine import rank_consistency
+from distmp.engine.engine import Engine
 from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, TrainingLoop
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.reference import (
-    TWO_RANKS,
-    make_engine,
-    make_model,
-    train,
-)
+from tests.reference import TWO_RANKS, make_engine, make_model, train
 from tests.torchrun import TINY, corpus
 
 CPU = torch.device("cpu")

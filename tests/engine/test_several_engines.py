@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks

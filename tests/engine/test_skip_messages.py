@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.engine import Engine
 from distmp.engine.completed_steps import SkipMessages
+from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from tests.ranks import ranks
 

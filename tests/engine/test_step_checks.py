@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.setup import EngineSetup
 from distmp.errors import ConfigError, DistmpError, LostPeerError, SetupError, TrainingError
 from distmp.parallel import ParallelConfig

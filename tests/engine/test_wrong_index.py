@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
 

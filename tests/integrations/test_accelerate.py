@@ -32,7 +32,8 @@ from distmp.errors import ConfigError
 from distmp.integrations.accelerate import Accelerator
 from distmp.precision import policy
 from distmp.precision.builders import fsdp1_policy
-from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.settings import LossScaleConfig
 from tests.marks import nightly
 from tests.ranks import ranks, same_on_all_ranks
 from tests.reference import gathered

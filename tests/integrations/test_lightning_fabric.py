@@ -24,7 +24,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.integrations.lightning import MixedPrecision, check_parallel, resolved
 from distmp.integrations.step_weights import StepWeights
 from distmp.precision.policy import PRESETS
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.integrations.test_lightning_trainer import (
     LR,
     MAX_NORM,

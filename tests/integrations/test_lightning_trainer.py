@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distmp.integrations.lightning import MixedPrecision
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import ranks, same_on_all_ranks
 
 RULES = LossScaleConfig(init=2.0**8)

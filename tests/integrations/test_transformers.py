@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import distmp
 from benchmarks.figures import ROOT
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.integrations.tiny import (
     Loss,
     Sentences,

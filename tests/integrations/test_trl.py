@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.integrations.tiny import (
     VOCABULARY,
     arguments,

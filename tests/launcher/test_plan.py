@@ -8,14 +8,7 @@ import pytest
 from distmp.errors import ConfigError
 from distmp.launcher.job import ExplainedValue, Job, detect
 from distmp.launcher.network import AddressError, Network
-from distmp.launcher.plan import (
-    Plan,
-    UserOptions,
-    assignment,
-    make_plan,
-    port_of,
-    split_endpoint,
-)
+from distmp.launcher.plan import Plan, UserOptions, assignment, make_plan, port_of, split_endpoint
 from tests.launcher.networks import INTERFACES, NAMES, network
 from tests.launcher.test_job import POD, SRUN
 

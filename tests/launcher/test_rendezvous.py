@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, api, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
-from distmp.distributed.limits import ROSTER
+from distmp.distributed import limits
 from distmp.launcher import rendezvous
 from distmp.launcher.plan import Endpoint
 from distmp.launcher.rendezvous import (
@@ -94,7 +94,7 @@ def test_joined_hosts_know_each_other(port: int, first: Rendezvous) -> None:
 
 
 def test_host_that_ended_while_it_joined_is_left_out(first: Rendezvous) -> None:
-    first.store.add(ROSTER, 1)  # its last action
+    first.store.add(limits.ROSTER, 1)  # its last action
     first.store.set_timeout(timedelta(seconds=1))
     assert [member.address for member in first.members()] == ["127.0.0.1"]
 
@@ -107,8 +107,8 @@ def test_missing_host_is_named(first: Rendezvous) -> None:
 def test_first_host_names_hosts_waited_for(
     first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "SAY_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "INTERVAL_SECONDS", 0.05)
     lines: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(rendezvous, "log", lines.put)
     monkeypatch.setattr(rendezvous, "running_ranks", list)
@@ -124,7 +124,7 @@ def test_silent_host_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"))
-    monkeypatch.setattr(rendezvous, "responds", lambda address, port=9: address != "127.0.0.2")
+    monkeypatch.setattr(limits, "responds", lambda address, port=9: address != "127.0.0.2")
     for error in (api.RendezvousTimeoutError(), api.RendezvousConnectionError()):
         with pytest.raises(LaunchError, match=r"lost .* \(127\.0\.0\.2\), which d(oes|id) not"):
             raise_in(first, error)
@@ -168,7 +168,7 @@ def test_other_run_at_endpoint_is_refused(port: int) -> None:
 
 
 def test_endpoint_without_listener_times_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "SAY_AFTER_SECONDS", 0.0)
     lines: list[str] = []
     monkeypatch.setattr(rendezvous, "log", lines.append)
     with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
@@ -180,23 +180,23 @@ def test_endpoint_without_listener_times_out(port: int, monkeypatch: pytest.Monk
 def test_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "INTERVAL_SECONDS", 0.1)
     second = Rendezvous.open(endpoint(port, is_host=False, read_timeout_seconds=2))
     lost: list[str] = []
     # It responds on the connection, although it accepts no new ones.
-    monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
+    monkeypatch.setattr(limits, "responds", lambda address, port: False)
     with second.watched(lost.append):
         time.sleep(3)
     assert lost == []
     # It accepts new connections, but does not respond: it is busy.
     probed = threading.Semaphore(0)
-    monkeypatch.setattr(rendezvous, "responds", lambda *_: probed.release() or True)
+    monkeypatch.setattr(limits, "responds", lambda *_: probed.release() or True)
     monkeypatch.setattr(second, "store", Silent())
     with second.watched(lost.append):
         assert probed.acquire(timeout=30)
         assert probed.acquire(timeout=30)
     assert lost == []
-    monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
+    monkeypatch.setattr(limits, "responds", lambda address, port: False)
     with second.watched(lost.append):
         wait_until(lambda: bool(lost))
     assert lost[0].startswith("the first machine (n1, 127.0.0.1) has been silent for ")

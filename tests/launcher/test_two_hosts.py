@@ -187,13 +187,13 @@ def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -
 def test_hosts_with_different_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     """The second host has other text of equal size, another loss, and its own run directory."""
     data, runs, own = corpus(tmp_path / "data"), tmp_path / "runs", tmp_path / "own"
-    (tmp_path / "losses.py").write_text("from distmp.models import next_token_loss as mine\n")
+    (tmp_path / "losses.py").write_text("from distmp.models.loss import next_token_loss as mine\n")
     runs.mkdir()
     (own / "runs").mkdir(parents=True)
     shutil.copytree(data, own / "data")
     text = (own / "data" / "text3.py").read_text()
     (own / "data" / "text3.py").write_text(text.replace("first", "third", 1))
-    (own / "losses.py").write_text("from distmp.models import next_token_loss as mine  # other\n")
+    (own / "losses.py").write_text("from distmp.models.loss import next_token_loss as mine  #\n")
     words = [
         *rendezvous_at("one:29400"),
         "--",

@@ -21,7 +21,7 @@ from distmp.checkpoint import recovery
 from distmp.commands.explain.explanation import explain
 from distmp.config import load
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import CheckpointWeights, write_adapter
 from distmp.models import adapters

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import export
 from distmp.export.files import write

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import _compute_chunk
 from distmp.models.loss import logits_of, next_token_loss, takes_targets

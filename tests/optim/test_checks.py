@@ -9,9 +9,8 @@ from torch.optim import lr_scheduler
 
 from distmp.config import load
 from distmp.errors import ConfigError
-from distmp.optim import LearningRates
 from distmp.optim.factories import schedule_factory
-from distmp.optim.learning_rates import build_schedule
+from distmp.optim.learning_rates import LearningRates, build_schedule
 from tests.optim.test_learning_rates import halving, make_optimizer
 from tests.ranks import ranks
 from tests.reference import make_engine, make_model

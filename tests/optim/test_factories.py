@@ -11,13 +11,14 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
-from distmp.optim import AdamW, LearningRates
+from distmp.optim import AdamW
 from distmp.optim.factories import (
     NamedParameters,
     optimizer_factory,
     schedule_factory,
     weight_decay_groups,
 )
+from distmp.optim.learning_rates import LearningRates
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 
 STEPS = 30

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
-from distmp.optim import LearningRates
 from distmp.optim import learning_rates as module
+from distmp.optim.learning_rates import LearningRates
 from tests.recording import no_waiting
 
 CPU = torch.device("cpu")

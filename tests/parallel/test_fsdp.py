@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import Head, Transformer, TransformerConfig

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.setup import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.parallel import module_buffers
 from distmp.parallel.module_buffers import ModuleBuffers
 from tests.ranks import from_all_ranks, ranks

@@ -9,14 +9,7 @@ from distmp.errors import ConfigError
 from distmp.parallel.build_strategy import build_strategy
 from distmp.precision import policy
 from tests.ranks import ranks
-from tests.reference import (
-    ONE_RANK,
-    assert_same_bits,
-    make_engine,
-    make_model,
-    train,
-    weights,
-)
+from tests.reference import ONE_RANK, assert_same_bits, make_engine, make_model, train, weights
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 

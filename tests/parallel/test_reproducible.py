@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from distmp import train
 from distmp.config import RunConfig
-from distmp.engine import Engine, setup
+from distmp.engine import setup
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, make_deterministic, prepare_cublas
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from distmp.train import run_as_rank
 from tests.ranks import ranks, run_ranks
 from tests.reference import (

@@ -17,7 +17,7 @@ from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from distmp.training.components import restore
 from tests.checkpoint import listing
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.engine import Engine
-from distmp.scaling import LossScaleConfig
+from distmp.engine.engine import Engine
+from distmp.scaling.settings import LossScaleConfig
 from tests.marks import nightly
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks

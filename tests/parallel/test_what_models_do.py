@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot
 from tests.torchrun import python, run

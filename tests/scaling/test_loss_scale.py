@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.scaling import LossScaleConfig, unused_rules
 from distmp.scaling.loss_scale import LossScale
+from distmp.scaling.settings import LossScaleConfig, unused_rules
 
 CPU = torch.device("cpu")
 CLEAN, OVERFLOW, EMPTY, BOTH = "clean", "overflow", "empty", "both"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.telemetry.measurements import StepTimer
 from distmp.telemetry.profiler import measured
 from distmp.telemetry.settings import ProfileConfig

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distmp.distributed import wait_times
 from distmp.distributed.wait_times import ComputeTime, StepClock, collective_waits
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.training.callbacks.stragglers import (
     SlowRankDetector,
     StragglerDetection,

@@ -22,11 +22,7 @@ from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
 from distmp.training.run_directory import RunDirectory
-from distmp.training.run_lease import (
-    DirectoryChoice,
-    LostLeaseError,
-    RunLease,
-)
+from distmp.training.run_lease import DirectoryChoice, LostLeaseError, RunLease
 from distmp.training.trainer import Trainer
 from distmp.utils.processes import ProcessIdentity
 from tests.checkpoint import listing

@@ -38,7 +38,7 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     if any(resolve(name, world.device)[0].loss_scale is not None for name in config.policies):
         gradients = loss_scale.measure(config, world, config.calibrate_steps)
         content["gradients"] = loss_scale.as_json(gradients)
-        text += [*loss_scale.report(gradients, config.precision.loss_scale.rules), ""]
+        text += [*loss_scale.report(gradients, config.precision.loss_scale), ""]
     compared = policies.compare(config, world)
     if world.rank == 0:
         content |= compared.as_json()

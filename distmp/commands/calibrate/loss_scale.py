@@ -16,7 +16,7 @@ from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.replay import Probe
 from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from distmp.training import components
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import counted, text_table

@@ -15,7 +15,7 @@ import torch
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, SetupError
 from distmp.models.metrics import find_metrics
 from distmp.precision import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distmp.config import RunConfig
-from distmp.errors import ConfigError
+from distmp.errors import require
 
 # Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
@@ -43,22 +43,17 @@ class CalibrationConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.calibrate_steps <= WARM_UP:
-            raise ConfigError(
-                "calibrate_steps", self.calibrate_steps, f"use more than {WARM_UP} steps"
-            )
+        steps, hint = self.calibrate_steps, f"use more than {WARM_UP} steps"
+        require(steps > WARM_UP, "calibrate_steps", steps, hint)
         object.__setattr__(self, "policies", _split(self.policies))
-        if not self.policies:
-            raise ConfigError("policies", self.policies, "name at least one")
-        if self.seeds != 0 and self.seeds < LEAST_SEEDS:
-            raise ConfigError(
-                "seeds",
-                self.seeds,
-                f"use {LEAST_SEEDS} or more seeds, because fewer values have no meaningful "
-                "standard deviation; 0 compares with tolerance only",
-            )
-        if not 0 < self.tolerance < 1:
-            raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
+        require(len(self.policies) > 0, "policies", self.policies, "name at least one")
+        hint = (
+            f"use {LEAST_SEEDS} or more seeds, because fewer values have no meaningful standard "
+            "deviation; 0 compares with tolerance only"
+        )
+        require(self.seeds == 0 or self.seeds >= LEAST_SEEDS, "seeds", self.seeds, hint)
+        hint = "use a number between 0 and 1"
+        require(0 < self.tolerance < 1, "tolerance", self.tolerance, hint)
 
     @property
     def compared_metrics(self) -> dict[str, str]:

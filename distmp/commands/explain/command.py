@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmp.config import RunConfig
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.launcher.local import default_ranks
 
 # Most machines for training have 8 GPUs.
@@ -35,10 +35,9 @@ class ExplainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.world_size is not None and self.world_size < 1:
-            raise ConfigError("world_size", self.world_size, "use 1 or more ranks")
-        if self.ranks_per_machine is not None and self.ranks_per_machine < 1:
-            raise ConfigError("ranks_per_machine", self.ranks_per_machine, "use 1 or more ranks")
+        for name in ("world_size", "ranks_per_machine"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "use 1 or more ranks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.commands.explain.observe import DtypeRecorder, ObservedDtypes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from distmp.engine.replays import STEPS_KEPT
 from distmp.precision import PrecisionPolicy
 from distmp.quantization.layers import LowPrecisionLayers

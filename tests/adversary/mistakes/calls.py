@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distmp.engine import Engine
+from distmp.engine.engine import Engine
 from tests.adversary.mistakes import mistake
 from tests.adversary.mistakes.optimizers import CASTING, later
 from tests.adversary.script import SHARDED, STRATEGIES, Script, sgd, summed

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.adversary.mistakes import add, mistake
 from tests.adversary.script import SHARDED, Script, adamw, make_model, sgd
 

@@ -15,7 +15,7 @@ import distmp
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from tests.adversary.mistakes import add, mistake, setting
 from tests.adversary.script import Script
 

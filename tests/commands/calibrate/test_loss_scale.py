@@ -19,8 +19,8 @@ from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.engine import Engine
-from distmp.scaling import LossScaleConfig
+from distmp.engine.engine import Engine
+from distmp.scaling.settings import LossScaleConfig
 from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
 from tests.marks import nightly
