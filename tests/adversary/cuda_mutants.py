@@ -576,8 +576,8 @@ MUTANTS = [
     Mutant(
         "steps are counted on another stream",
         STEP,
-        "    state.counts += counted\n",
-        f"    {ELSEWHERE}\n        state.counts += counted\n",
+        "    torch.addcmul(added, state.counts, kept, out=state.counts)\n",
+        f"    {ELSEWHERE}\n        torch.addcmul(added, state.counts, kept, out=state.counts)\n",
         GIVEN,
     ),
     Mutant(
@@ -598,18 +598,18 @@ MUTANTS = [
     Mutant(
         "the optimizer steps on a stream that does not wait for the decision",
         UPDATES,
-        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        "            self._strategy.prepare_optimizer_grads()\n            self.tensors.step()\n",
         "            self._strategy.prepare_optimizer_grads()\n"
-        f"            {ELSEWHERE}\n                self._updated.step()\n",
+        f"            {ELSEWHERE}\n                self.tensors.step()\n",
         GIVEN,
     ),
     Mutant(
         "gradients are divided twice: by the engine, and by the fused optimizer",
         UPDATES,
-        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        "            self._strategy.prepare_optimizer_grads()\n            self.tensors.step()\n",
         "            for part in self._strategy.gradients():\n"
         "                torch._foreach_div_(part.tensors, decision.grad_scale)\n"
-        "            self._strategy.prepare_optimizer_grads()\n            self._updated.step()\n",
+        "            self._strategy.prepare_optimizer_grads()\n            self.tensors.step()\n",
         f"{BUDGET}[ddp-fp16]",
     ),
     Mutant(

@@ -184,9 +184,7 @@ def test_rank_that_stops_before_it_connects_is_named(tmp_path: Path) -> None:
     command = [*launcher, "tests.faulty_runs", *faulty_runs.ARGUMENTS, WATCHED]
     done = run(command, tmp_path, variables={"FAULT": "1 connect stop"})
     assert done.returncode != 0
-    stopped = (
-        f"rank 1 of 2 on {platform.node()} is late and does not answer: its process is stopped"
-    )
+    late = f"rank 1 of 2 on {platform.node()} is late and does not answer"
     assert f"{late}: its process is stopped" in done.stderr
 
 
