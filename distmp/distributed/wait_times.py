@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.utils.intervals import overlap
+# Start and stop, in any unit of time.
+Interval = tuple[float, float]
 
 
 class TimePoint:
@@ -198,3 +199,28 @@ class StepClock:
         self._intervals.clear()
         past.sort(key=lambda time: time.between - time.waited)
         return past[(len(past) - 1) // 2] if past else None
+
+
+def overlap(*inside: Iterable[Interval], without: Iterable[Interval] = ()) -> float:
+    """Return how long some interval of each set is open and none of `without`, in their unit.
+
+    Args:
+        *inside: Sets of intervals, which may be unsorted and overlap.
+        without: Intervals that do not count.
+    """
+    sets = (*inside, without)
+    changes = sorted(
+        change
+        for index, spans in enumerate(sets)
+        for start, stop in spans
+        if start < stop
+        for change in ((start, index, 1), (stop, index, -1))
+    )
+    opened = [0] * len(sets)
+    total = before = 0.0
+    for moment, index, change in changes:
+        if all(opened[:-1]) and not opened[-1]:
+            total += moment - before
+        opened[index] += change
+        before = moment
+    return total

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distmp.distributed.progress import COMPARISON, SAVING, VALIDATION
-from distmp.utils.intervals import Interval, overlap
+from distmp.distributed.wait_times import Interval, overlap
 
 # Events of torch's profiler, in Chrome's format.
 Events = Sequence[Mapping[str, Any]]

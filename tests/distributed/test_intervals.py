@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.utils.intervals import Interval, overlap
+from distmp.distributed.wait_times import Interval, overlap
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
