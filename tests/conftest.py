@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("untimed")
 # Written by tools around the tests, and by tests of other workers, whenever they like.
 FOREIGN_FILES = {
     ".hypothesis",
+    ".import_linter_cache",
     ".mypy_cache",
     ".pytest_cache",
     ".ruff_cache",

@@ -17,7 +17,6 @@ from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World
-from distmp.engine.microbatches import moved
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
@@ -25,6 +24,7 @@ from distmp.errors import ConfigError
 from distmp.precision.keep import product_switches
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
+from distmp.utils.host_copy import moved
 
 # metric(outputs, batch) -> (sum, weight)
 MetricFunction = Callable[[Any, Any], "tuple[Tensor | float, Tensor | float]"]

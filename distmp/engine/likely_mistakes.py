@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.engine.microbatches import MicrobatchStats
+from distmp.engine.outcome import MicrobatchStats
 from distmp.engine.setup import EngineSetup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import ConfigError, listed

@@ -1,8 +1,9 @@
-"""The numbers of a step, read without making the host wait for the device."""
+"""The numbers of a step and of its microbatches, read without making the host wait."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, get_type_hints
 
@@ -161,3 +162,41 @@ def advice(numbers: StepNumbers) -> str:
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite, use a "
         "bf16 policy or a lower min_scale; otherwise lower optim.lr"
     )
+
+
+@dataclass(frozen=True)
+class MicrobatchStats:
+    """Statistics of the microbatches of a step on this rank; each list has one entry for each.
+
+    Attributes:
+        losses: Loss sum of each microbatch, FP64 0-dim.
+        loss_sums: Loss sum of each microbatch, FP64 0-dim; 0 if the microbatch was dropped.
+        weights: Weight of each microbatch, 0-dim on the device, or a number that the host knows; 0
+            if the microbatch was dropped.
+        dropped: Whether each microbatch was dropped, 0-dim bool; empty if none can be dropped.
+        streams: Key of the random numbers of each microbatch, see `seed_generators`.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    loss_sums: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | float] = field(default_factory=list)
+    dropped: list[Tensor] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
+
+    def add(self, loss: Tensor, weight: Tensor | float, kept: Tensor | None) -> None:
+        """Add a microbatch.
+
+        Args:
+            loss: Loss sum, FP64 0-dim, detached; not written to afterwards.
+            weight: Weight, 0-dim, or a number.
+            kept: 0-dim bool, False drops the microbatch; None if microbatches cannot be dropped.
+        """
+        self.losses.append(loss)
+        if kept is not None:
+            loss = torch.where(kept, loss, 0.0)
+            if not isinstance(weight, Tensor):
+                weight = torch.full_like(kept, weight, dtype=torch.float64)
+            weight = torch.where(kept, weight, 0)
+            self.dropped.append(~kept)
+        self.loss_sums.append(loss)
+        self.weights.append(weight)

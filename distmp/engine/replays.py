@@ -11,8 +11,7 @@ from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
 from distmp.diagnosis.replay import StepInputs, StepReplay
-from distmp.engine.microbatches import MicrobatchStats
-from distmp.engine.outcome import StepNumbers, StepOutcome
+from distmp.engine.outcome import MicrobatchStats, StepNumbers, StepOutcome
 from distmp.engine.parts import EngineParts
 from distmp.engine.step import backward, forward
 from distmp.precision.keep import product_switches

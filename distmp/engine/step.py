@@ -11,8 +11,7 @@ from torch import Tensor
 from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.progress import DECISION, UPDATE, current_phase
 from distmp.engine.likely_mistakes import FirstStep
-from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.outcome import COUNTS, StepOutcome
+from distmp.engine.outcome import COUNTS, MicrobatchStats, StepOutcome
 from distmp.engine.parts import EngineParts
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState, agree_on_nominal_weight
@@ -29,7 +28,7 @@ from distmp.scaling.step_decision import (
     ordered_total,
 )
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.host_copy import cpu_number, to_device
+from distmp.utils.host_copy import cpu_number, moved, to_device
 
 
 def take_step(

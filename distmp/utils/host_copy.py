@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from distmp.utils.tensor_trees import map_tensors
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -17,6 +20,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         device: The device.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device; the host waits only for copies to the host.
+
+    Args:
+        batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
+        device: The device.
+    """
+    return map_tensors(partial(to_device, device=device), batch)
 
 
 def numbers_to_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -536,14 +536,14 @@ MUTANTS = [
     ),
     Mutant(
         "batches are copied on a stream that nobody waits for",
-        "distmp/engine/microbatches.py",
+        "distmp/utils/host_copy.py",
         "    return map_tensors(partial(to_device, device=device), batch)",
         f"    {ELSEWHERE}\n        return map_tensors(partial(to_device, device=device), batch)",
         GIVEN,
     ),
     Mutant(
         "batches of a copy stream have no record_stream",
-        "distmp/engine/microbatches.py",
+        "distmp/utils/host_copy.py",
         "    return map_tensors(partial(to_device, device=device), batch)",
         '    stream = vars(torch.cuda).setdefault("_copies", torch.cuda.Stream())\n'
         "    with torch.cuda.stream(stream):\n"

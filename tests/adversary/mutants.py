@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
-        "distmp/engine/microbatches.py",
+        "distmp/engine/outcome.py",
         "weight = torch.where(kept, weight, 0)",
         "pass",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from distmp.engine.microbatches import moved
+from distmp.utils.host_copy import moved
 from tests.recording import no_waiting
 
 
