@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -262,7 +263,14 @@ class Engine:
             if first_step is not None:
                 first_step.before(batches[0])
             self._calls.count_step(microbatches)
-            outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
+            try:
+                outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
+            except BaseException:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # of a device that has failed, after the cause
+                    self._setup.buffers.end_failed_step()
+                raise
             self._replays.keep(outcome, batches, stats)
             warned = [] if first_step is None else first_step.after()
         warned += self._completed.warnings(outcome)

@@ -86,7 +86,8 @@ class OptimizerTensors:
     ) -> None:
         self.optimizer = optimizer
         self._parameters = parameters
-        self._weights = [tensor for _, tensor in parameters]
+        # The updated tensors, and those that forward reads: copies, and frozen parameters.
+        self._weights = {*(tensor for _, tensor in parameters), *model.parameters()}
         # Parameters whose `.grad` the optimizer does not read, and those whose `.grad` is rounded
         # for it, so that a later write to it is lost, too.
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)

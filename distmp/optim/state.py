@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, ConfigError, listed
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
@@ -162,6 +162,9 @@ def create_state(
 
     Returns:
         Names of parameters with a stored state that the optimizer does not have.
+
+    Raises:
+        CheckpointError: If the state of a parameter of a torch optimizer is incomplete.
     """
     owners = {
         names[id(parameter)]: (parameter, group)
@@ -170,10 +173,20 @@ def create_state(
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     left_out: dict[str, None] = {}
-    updated = {entry.rpartition("/")[0] for entry in stored}
-    for name, (parameter, _) in owners.items():
-        if name not in updated:
+    keys: dict[str, set[str]] = {}
+    for entry in stored:
+        keys.setdefault(entry.rpartition("/")[0], set()).add(entry.rpartition("/")[2])
+    alike: dict[tuple[int, int], set[str]] = {}
+    for name, (parameter, group) in owners.items():
+        if name not in keys:
             optimizer.state.pop(parameter, None)
+        elif is_of_torch and keys[name] != (
+            others := alike.setdefault((id(group), parameter.dim()), keys[name])
+        ):
+            raise CheckpointError(
+                f"the state has {listed(sorted(keys[name]))} of {name}, but of others in its group "
+                f"{listed(sorted(others))}; load another checkpoint"
+            )
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
         if name not in owners:

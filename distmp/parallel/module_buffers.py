@@ -114,12 +114,16 @@ class ModuleBuffers:
         ]
 
     def begin_step(self) -> None:
-        """Copy the buffers; first revert what an unfinished step has written."""
-        if self._before is not None:
-            self._before.restore()
+        """Copy the buffers."""
         self._before = BufferValues(self._batches)
         self._others_before = _values_of_engines(except_for=self._module)
         self._of_first = None
+
+    def end_failed_step(self) -> None:
+        """Revert what an unfinished step has written, before anything else is written."""
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
 
     def begin_microbatch(self, index: int) -> None:
         """Undo what earlier microbatches of the step wrote; needed with `reproducible`.

@@ -721,6 +721,44 @@ def test_weights_that_only_one_rank_writes_to_are_refused_in_every_step(
 
 
 @ranks(2)
+@in_turn(("options", "frozen"), [({"shard_optimizer": True}, False), ({}, True)])
+def test_writes_of_one_rank_to_shards_and_frozen_weights_are_refused(
+    options: dict[str, Any], frozen: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(not frozen)
+    engine = make(model=model, policy="fp32", device="cpu", **options)
+    engine.step([pair()])
+    if engine.world.rank == 1:
+        with torch.no_grad():
+            engine.module[0].weight.mul_(2)
+    with pytest.raises(ConfigError, match=r"writes to weights = \d+ on rank 0; \d+ on rank 1"):
+        engine.step([pair()])
+
+
+def test_buffers_of_a_failed_step_are_reverted_before_others_are_loaded() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    failing = [False]
+
+    def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        total = module(batch).square().sum()
+        if failing[0]:
+            raise ValueError("bad sample")
+        return total, len(batch)
+
+    engine = make(model=model, loss=loss, policy="fp32", device="cpu")
+    engine.step([torch.randn(4, 3)])
+    failing[0] = True
+    with pytest.raises(ValueError, match="bad sample"):
+        engine.step([torch.randn(4, 3)])
+    failing[0] = False
+    assert model[0].num_batches_tracked == 1
+    model[0].num_batches_tracked.fill_(7)
+    engine.step([torch.randn(4, 3)])
+    assert model[0].num_batches_tracked == 8
+
+
+@ranks(2)
 def test_embeddings_that_change_their_weight_in_forward_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model = '0': has max_norm=1\.0, which would change"):
         make(model=nn.Sequential(nn.EmbeddingBag(8, 3, max_norm=1.0), nn.Linear(3, 2)))

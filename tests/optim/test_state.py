@@ -211,3 +211,13 @@ def test_sharded_parameters_use_fused_kernel_if_supported(name: str) -> None:
         reference.step()
         optimizer.step()
     torch.testing.assert_close(sharded.full_tensor(), whole)
+
+
+def test_state_that_lacks_a_part_of_one_parameter_is_refused() -> None:
+    first, second = (torch.ones(3, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.AdamW([first, second])
+    whole = (torch.Size([3]), torch.float32)
+    stored = {f"{name}/{key}": whole for name in "ab" for key in ("exp_avg", "exp_avg_sq")}
+    del stored["b/exp_avg"]
+    with pytest.raises(CheckpointError, match="the state has exp_avg_sq of b, but of others in"):
+        create_state(optimizer, {id(first): "a", id(second): "b"}, stored)

@@ -182,7 +182,7 @@ def check_every_kind(dtypes: Sequence[torch.dtype] = DTYPES, device: str = "cpu"
             assert bits(model) == before
     buffers.begin_step()
     model()
-    buffers.begin_step()
+    buffers.end_failed_step()
     assert bits(model) == before
     assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == storages
 
