@@ -208,7 +208,7 @@ def identity(datasets: Datasets) -> dict[str, Any]:
 
     Args:
         datasets: The datasets of the run. A training set may have a method `digest() -> str`;
-            that of text files covers names and sizes of files, not their content.
+            that of files covers names, sizes and samples of the contents.
     """
     train = datasets.train
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from distmp.data.token_metadata import END_OF_FILE, VOCABULARY_SIZE
 from distmp.data.tokens import Windows
 from distmp.errors import ConfigError, DataError
-from distmp.utils.files import visible_files
+from distmp.utils.files import sampled_digests, visible_files
+from distmp.utils.settings import digest
 
 # Suffixes of files whose text has to be extracted from records.
 _RECORDS = (".jsonl", ".ndjson", ".parquet")
@@ -129,11 +129,9 @@ class TextDirectory(Windows):
         self.files = list(files)
 
     def digest(self) -> str:
-        """Return a hash of the names and sizes of the files, and of the range that is used."""
-        digest = hashlib.sha256(f"{self.first} {self.last}".encode())
-        for file in self.files:
-            digest.update(f"\n{file.size} {file.name}".encode(errors="surrogateescape"))
-        return digest.hexdigest()[:16]
+        """Return the range that is used, and a hash of the names, sizes and samples of files."""
+        files = {file.name: self.directory / file.name for file in self.files}
+        return f"{self.first} {self.last} {digest(sampled_digests(files))[:16]}"
 
     def _read_file(self, file: int, first: int, last: int) -> NDArray[np.int64]:
         tokens = np.full(last - first, END_OF_FILE, dtype=np.int64)

@@ -17,6 +17,8 @@ from torch.utils.data import Dataset
 from distmp.data.token_metadata import NAME as METADATA
 from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata
 from distmp.errors import ConfigError, DataError
+from distmp.utils.files import sampled_digests
+from distmp.utils.settings import digest
 
 W = TypeVar("W", bound="Windows")
 
@@ -146,8 +148,9 @@ class TokenFiles(Windows):
         self.vocabulary_size = vocabulary_size
 
     def digest(self) -> str:
-        """Return the type of the ids and the range that is used; the files are not read."""
-        return f"{self.dtype.name} {self.first} {self.last}"
+        """Return the type of the ids, the range that is used, and a hash of samples of files."""
+        files = {file.name: file for file in self.files}
+        return f"{self.dtype.name} {self.first} {self.last} {digest(sampled_digests(files))[:16]}"
 
     def _read_file(self, file: int, first: int, last: int) -> NDArray[np.int64]:
         path = self.files[file]

@@ -40,12 +40,13 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, checkpoint_path: str | None = None) -> None:
-        self.path = path
+        # A callback may change the working directory.
+        self.path = path = path.absolute()
         self.config = path / "config.yaml"
         self.records = path / "steps.jsonl"
         self.checkpoints: Path = path / "checkpoints"
         if checkpoint_path is not None:
-            self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
+            self.checkpoints = locate("checkpoint.path", checkpoint_path).absolute() / path.name
         self.profile = path / "profile"
         self.manifest = path / "manifest.json"
 

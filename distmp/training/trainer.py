@@ -133,11 +133,8 @@ class Trainer(TrainingLoop):
         with ExitStack() as exits:
             if self.lease is not None:
                 exits.callback(self.lease.release)
-            # The callbacks of users exit last; the last one that is pushed exits first.
-            users_last = sorted(
-                self.callbacks, key=lambda callback: callback in self._users_callbacks
-            )
-            for callback in reversed(users_last):
+            # The last one that is pushed exits first.
+            for callback in reversed(self._users_last()):
                 exits.push(self._exit_of(callback))
             self._set_up_callbacks()
             for callback in self._each("on_train_begin"):
@@ -344,10 +341,14 @@ class Trainer(TrainingLoop):
             hook: Name of the hook.
             step: The step that the report names; None for that of the current phase.
         """
-        for callback in self.callbacks:
+        for callback in self._users_last() if hook == "on_train_end" else self.callbacks:
             if callback in self._users_callbacks:
                 self._enter_hook(hook, callback, step)
             yield callback
+
+    def _users_last(self) -> list[Callback]:
+        """Return the callbacks in the order of the end: an error of a user's loses no save."""
+        return sorted(self.callbacks, key=lambda callback: callback in self._users_callbacks)
 
     def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
         current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)

@@ -347,6 +347,7 @@ def test_text_identity_is_independent_of_location(tmp_path: Path) -> None:
         (
             {"a.py": "x" * 21, "b/c.py": "y" * 29},
             {"a.py": "x" * 20, "b/d.py": "y" * 30},
+            {"a.py": "x" * 20, "b/c.py": "y" * 29 + "z"},
             {**FILES, "e.py": "z"},
         )
     ):
@@ -360,10 +361,10 @@ def test_other_part_of_text_changes_identity(tmp_path: Path, settings: dict[str,
 
 
 def test_token_identity_contains_number_and_dtype(tmp_path: Path) -> None:
-    def tokens(size: int, dtype: str = "uint16", **settings: Any) -> dict[str, Any]:
+    def tokens(size: int, dtype: str = "uint16", last: int = 0, **settings: Any) -> dict[str, Any]:
         path = tmp_path / f"{size} {dtype}"
         path.mkdir(exist_ok=True)
-        (path / "ids").write_bytes(bytes(size * np.dtype(dtype).itemsize))
+        np.append(np.zeros(size - 1), last).astype(dtype).tofile(path / "ids")
         TokenMetadata(dtype, 9, {"ids": size}).write(path)
         config = DataConfig(
             source="tokens", path=str(path), sequence_length=LENGTH, **{"held_out": 0.0, **settings}
@@ -371,7 +372,13 @@ def test_token_identity_contains_number_and_dtype(tmp_path: Path) -> None:
         return identity(build_datasets(config))
 
     first = tokens(100)
-    assert first == {"samples": 24, "vocabulary": 9, "digest": "uint16 0 100"}
+    assert {**first, "digest": first["digest"][:13]} == {
+        "samples": 24,
+        "vocabulary": 9,
+        "digest": "uint16 0 100 ",
+    }
+    assert tokens(100) == first
+    assert tokens(100, last=1)["digest"] != first["digest"]
     assert tokens(101)["digest"] != first["digest"]
     assert tokens(100, held_out=0.2)["digest"] != first["digest"]
     assert tokens(100, "uint8")["digest"] != first["digest"]

@@ -19,7 +19,7 @@ from tests.marks import nightly
 from tests.torchrun import TINY, corpus
 
 FIRST_BAD_STEP = 7
-ADVICE = "the last healthy checkpoint is run/checkpoints/step-000006, from which --resume auto"
+ADVICE = "/run/checkpoints/step-000006, from which --resume auto"
 
 
 def first_parameter(trainer: TrainingLoop) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_nan_weights_resume_from_last_healthy_checkpoint(
 
     caplog.clear()
     assert train("--resume=auto") == 0
-    assert "continuing from run/checkpoints/step-000006" in capsys.readouterr().out
+    assert f"continuing from {Path.cwd()}/run/checkpoints/step-000006" in capsys.readouterr().out
     warning = caplog.records[0].getMessage()
     assert "step-000019 is marked as unhealthy: NaN or infinite values in model/" in warning
     export("run", "weights")
@@ -104,7 +104,9 @@ def test_checkpoint_during_skipped_steps_is_marked(
     assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous") == 1
     # Those of steps 8 to 16 have not displaced others. That of step 6 has the same weights.
     assert marks() == {4: None, 6: None, 18: "the last 12 steps were all skipped"}
-    assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+    assert (
+        f"healthy checkpoint is {Path.cwd()}/run/checkpoints/step-000004" in capsys.readouterr().err
+    )
 
 
 def test_checkpoint_in_final_skipped_steps_is_ignored(
@@ -114,7 +116,9 @@ def test_checkpoint_in_final_skipped_steps_is_ignored(
     monkeypatch.setattr("distmp.config.MAX_CONSECUTIVE_SKIPS", 3)
     rare = ["--checkpoint.every=4", "--checkpoint.no-asynchronous"]
     assert train(f"--callbacks={__name__}:SkipsAll", *rare) == 1
-    assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+    assert (
+        f"healthy checkpoint is {Path.cwd()}/run/checkpoints/step-000004" in capsys.readouterr().err
+    )
     problem = "max_consecutive_skips = 3: that many steps in a row had no finite update"
     assert marks() == {4: None, 9: problem}
 
@@ -151,7 +155,7 @@ def test_damaged_weights_do_not_replace_healthy_checkpoints(
     # The latest one is used while nothing is known about it. A run without an update fails.
     assert train(*ruined, "--steps=20") == 1
     found = capsys.readouterr()
-    assert "continuing from run/checkpoints/step-000019" in found.out
+    assert f"continuing from {Path.cwd()}/run/checkpoints/step-000019" in found.out
     assert "the last 9 steps were all skipped" in found.err
     assert ADVICE.replace("000006", "000010") in found.err
     assert list(marks()) == [5, 10, 20]
@@ -164,7 +168,7 @@ def test_damaged_weights_do_not_replace_healthy_checkpoints(
 
     caplog.clear()
     assert train(*rates, "--steps=25", "--resume=auto") == 0
-    assert "continuing from run/checkpoints/step-000010" in capsys.readouterr().out
+    assert f"continuing from {Path.cwd()}/run/checkpoints/step-000010" in capsys.readouterr().out
     [warning, *_] = [record.getMessage() for record in caplog.records]
     assert "step-000025 is marked as unhealthy: the last 14 steps were all skipped" in warning
     assert marks()[25] is None

@@ -35,12 +35,13 @@ def test_each_run_gets_its_own_directory(tmp_path: Path, name: str) -> None:
         assert newest.path == expected
 
 
-@pytest.mark.usefixtures("cwd")
-def test_relative_run_directory_is_supported() -> None:
-    assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
+def test_relative_paths_are_absolute_before_a_callback_changes_the_directory(cwd: Path) -> None:
+    runs = [create_run("runs/a", "scratch") for _ in range(2)]
+    assert [run.path for run in runs] == [cwd / "runs/a", cwd / "runs/a-2"]
+    assert runs[0].checkpoints == cwd / "scratch/a"
     newest = latest_run("runs/a")
     assert newest is not None
-    assert newest.path == Path("runs/a-2")
+    assert newest.path == cwd / "runs/a-2"
 
 
 def test_files_and_other_names_are_not_runs(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_second_equal_command_does_not_train(tmp_path: Path) -> None:
         errors = first.stderr.read() if first.stderr else ""
     assert second.returncode == 2, second.stderr
     (message,) = [line for line in second.stderr.splitlines() if "distmp: run_dir" in line]
-    assert message.startswith("distmp: run_dir = 'run': belongs to another job, which is running")
+    begin = f"distmp: run_dir = '{tmp_path}/run': belongs to another job, which is running"
+    assert message.startswith(begin)
     assert f"process {first.pid} on {os.uname().nodename}" in message
     assert "set another run_dir" in message
     done = records(tmp_path)
@@ -103,7 +104,7 @@ def test_stop_request_ends_wait_for_lease(tmp_path: Path) -> None:
         waiting.send_signal(signal.SIGTERM)
         errors = waiting.communicate()[1]
     assert waiting.returncode == 75, errors
-    assert "stopped by SIGTERM while waiting for run_dir = 'run' (exit code 75)" in errors
+    assert f"SIGTERM while waiting for run_dir = '{tmp_path}/run' (exit code 75)" in errors
     assert not (tmp_path / "run" / "lease-000002.json").exists()
 
 

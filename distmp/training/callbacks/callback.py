@@ -306,7 +306,7 @@ class Callback:
         return None
 
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Called after the last step, whose numbers have been read. Not called after an error.
+        """Called after the last step, when its checkpoint is complete. Not called after an error.
 
         Args:
             trainer: The trainer.

@@ -57,7 +57,7 @@ def test_profile_excludes_pauses_and_keeps_losses(
     profiled = [*fixed, "--run-dir=run", "--checkpoint.every=3"]
     assert main(plain) == 0
     assert main([*profiled, "--profile.steps=2:4"]) == 0
-    assert "profile of steps 2 to 4 on 1 rank, in run/profile" in capsys.readouterr().out
+    assert f"profile of steps 2 to 4 on 1 rank, in {cwd}/run/profile" in capsys.readouterr().out
     records = [
         read_records(directory / "steps.jsonl") for directory in (Path("plain"), Path("run"))
     ]

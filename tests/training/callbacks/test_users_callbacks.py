@@ -177,8 +177,8 @@ def test_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
             # The position behind the data that was skipped is saved at once.
             f"save {CHECKPOINT}",
             *steps(CHECKPOINT + 1, 10),
-            "train end True",
             "save 10",
+            "train end True",
             "exit None",
         ]
     )
@@ -208,6 +208,18 @@ def test_every_callback_exits_after_error(tmp_path: Path) -> None:
     assert failing.calls[-1] == "exit ArithmeticError('the callback failed')"
     assert other.calls[-1] == "exit KeyError('exit')"
     assert not any(call.startswith("train end") for call in other.calls)
+
+
+@ranks(1)
+def test_error_at_end_loses_no_checkpoint(tmp_path: Path) -> None:
+    class EndFails(Callback):
+        def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+            raise ArithmeticError("the callback failed")
+
+    run = trainer(tmp_path, "--checkpoint.every=0", "--steps=3", callbacks=(EndFails(),))
+    with pytest.raises(ArithmeticError):
+        run.run(StopSignals())
+    assert (run.directory.checkpoints / "step-000003").is_dir()
 
 
 @pytest.mark.nightly
