@@ -14,7 +14,7 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
-from distmp.telemetry.console import discard
+from distmp.telemetry.console import discard, open_standard_streams
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
@@ -40,6 +40,7 @@ _JOBS = ("train", "launch")
 
 def run() -> NoReturn:
     """Run the `distmp` command and exit."""
+    open_standard_streams()
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
     try:

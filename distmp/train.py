@@ -16,7 +16,7 @@ from distmp.distributed.rank_environment import RankEnvironment, adopt_ranks, is
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
 from distmp.errors import DistmpError
 from distmp.masking import mask_record, print_message
-from distmp.telemetry.console import flush_standard_streams
+from distmp.telemetry.console import flush_standard_streams, open_standard_streams
 from distmp.telemetry.rank_log import RankLog
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def _quiet_except_first(local_rank: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     # A crash in native code prints where it happened.
     faulthandler.enable()
     end_process(main())

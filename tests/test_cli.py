@@ -96,6 +96,26 @@ def test_closed_pipe_gives_no_traceback(arguments: tuple[str, ...]) -> None:
     assert finished.returncode == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("closed", ["<&- >&-", ">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_replaced(closed: str) -> None:
+    program = (
+        "import os; from distmp.telemetry.console import open_standard_streams;"
+        "open_standard_streams(); print('text', flush=True); os.write(2, b'error');"
+        "assert os.open(os.devnull, 0) > 2; os.system('echo text')"
+    )
+    script = f'"$0" -c "$1" {closed}'
+    arguments = ["sh", "-c", script, sys.executable, program]
+    finished = subprocess.run(arguments, capture_output=True, text=True)
+    out = "" if " >&-" in f" {closed}" else "text\ntext\n"
+    err = "" if "2>&-" in closed else "error"
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, out, err)
+
+
+def test_command_runs_without_output() -> None:
+    script = '"$0" -m distmp presets >&- 2>&-'
+    assert subprocess.run(["sh", "-c", script, sys.executable]).returncode == 0
+
+
 @pytest.mark.parametrize("argument", ["--help", "presets"])
 def test_full_output_device_is_one_message(argument: str) -> None:
     with open("/dev/full", "w") as full:

@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
         ConfigError: If an argument is invalid, or a document cannot be read.
     """
     arguments = _parse(argv)
+    require(arguments.workers >= 1, "--workers", arguments.workers, "use 1 or more processes")
     encoder = load_encoder(arguments.tokenizer)
     directory = Path(arguments.to).expanduser()
     with _unfinished(directory) as unfinished:

@@ -16,6 +16,7 @@ from distmp.errors import ConfigError, nearest, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
+from distmp.utils.annotations import expected, hint
 from distmp.utils.imports import load_callable
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -76,7 +77,13 @@ def optimizer_factory(
             problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
             raise ConfigError(setting, value, problem)
         default = accepted[name].default if name in accepted else None
+        # torch counts the text 'no' as true. Its `foreach` and `fused` are None by default.
+        is_switch = isinstance(default, bool) or name in ("foreach", "fused")
+        if is_switch and not (isinstance(value, bool) or value is default):
+            raise ConfigError(setting, value, f"must be {expected(bool)}{hint(bool, value)}")
         length = len(value) if isinstance(value, list | tuple) else None
+        numbers = [n for n in (value if length else [value]) if isinstance(n, float)]
+        require(all(map(math.isfinite, numbers)), setting, value, "use finite numbers")
         # torch's AdamW accepts three betas, and fails in the first step.
         if isinstance(default, tuple) and length != len(default):
             problem = f"write {len(default)} numbers, as in {[*default]}"

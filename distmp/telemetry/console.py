@@ -74,6 +74,18 @@ def discard(stream: TextIO) -> None:
         os.close(null)
 
 
+def open_standard_streams() -> None:
+    """Discard output to streams that were closed when the process started, as by `>&-`.
+
+    Files that are opened later would get their numbers.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # open until the process ends
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def flush_standard_streams() -> None:
     """Flush standard output and error; discard output that cannot be written."""
     for stream in (sys.stdout, sys.stderr):

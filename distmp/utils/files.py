@@ -28,13 +28,18 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
     Readers see the old content or the new one, never a part. After an error the old one remains.
 
     Args:
-        path: The file to replace or create. Its directory must exist.
+        path: The file to replace or create, or a link to it. Its directory must exist.
         mode: Permissions of the file, reduced by the umask of this process.
 
     Yields:
         A binary file, open for writing.
+
+    Raises:
+        OSError: If it cannot be written, or is not a regular file.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file")
     # In the same directory, so on the same file system: the rename is atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -84,7 +89,7 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
 def visible_files(
     directory: Path, setting: str, skipped_directories: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the relative paths of all regular files below a directory, with forward slashes.
+    """Yield the relative paths of all files and broken links below a directory, with slashes.
 
     Hidden names are skipped, links to directories are not followed.
 
@@ -108,8 +113,9 @@ def visible_files(
         ]
         for name in names:
             path = os.path.join(parent, name)
-            # Skip broken links and sockets without an error: they are not the user's mistake.
-            if not name.startswith(".") and os.path.isfile(path):
+            # Reading a broken link gives an error. Sockets and pipes are skipped: no file is lost.
+            is_file = os.path.isfile(path) or not os.path.exists(path)
+            if is_file and not name.startswith("."):
                 yield os.path.relpath(path, directory).replace(os.sep, "/")
 
 

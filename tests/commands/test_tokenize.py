@@ -183,6 +183,8 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
             "INPUT = 'missing.jsonl': row 2 has no 'text'",
         ),
         (["nothing", "--tokenizer=bytes"], "there is no file in this directory"),
+        (["dead", "--tokenizer=bytes"], "dead/b.txt"),
+        (["in.jsonl", "--tokenizer=bytes", "--workers=0"], "--workers = 0: use 1 or more"),
         (["latin1.txt", "--tokenizer=bytes"], "can't decode byte"),
         (["a.json", "--tokenizer=bytes"], "rename it to .txt or .jsonl"),
     ],
@@ -193,6 +195,9 @@ def test_errors_are_one_message(
     Path("odd").mkdir()
     Path("odd/tokenizer.json").write_text("{")
     Path("nothing").mkdir()
+    Path("dead").mkdir()
+    Path("dead/a.txt").write_text("a")
+    Path("dead/b.txt").symlink_to("nowhere")
     Path("empty").mkdir()
     Path("empty/a.txt").touch()
     Path("broken.jsonl").write_text('{"text": ')

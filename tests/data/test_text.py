@@ -80,10 +80,19 @@ def test_patterns(tmp_path: Path, pattern: str, expected: set[str]) -> None:
     assert {f.name for f in list_text_files(tmp_path, pattern)} == expected
 
 
-def test_skipped_directories_and_broken_links_are_omitted(tmp_path: Path) -> None:
+def test_skipped_directories_and_pipes_are_omitted(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1", "site-packages/b.py": b"1"})
-    (tmp_path / "dead.py").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "dead.txt").symlink_to(tmp_path / "nowhere")
     assert [f.name for f in list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "d.py"])
+def test_broken_links_are_refused(tmp_path: Path, target: str) -> None:
+    write(tmp_path, {"a.py": b"1"})
+    (tmp_path / "d.py").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"cannot read d\.py: .*exclude it by data\.pattern"):
+        list_text_files(tmp_path, "**/*.py")
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from distmp.launcher.local import default_ranks
 
 # Most machines for training have 8 GPUs.
 USUAL_RANKS = 8
+# Far above every real run, and within torch's type.
+_MOST_RANKS = 10**6
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class ExplainConfig(RunConfig):
         super().__post_init__()
         for name in ("world_size", "ranks_per_machine"):
             value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "use 1 or more ranks")
+            valid = value is None or 1 <= value <= _MOST_RANKS
+            require(valid, name, value, f"use 1 to {_MOST_RANKS:,} ranks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -477,7 +477,8 @@ def test_table_contains_bytes_per_network_card(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--world-size", "0"], "world_size = 0: use 1 or more ranks"),
+        (["--world-size", "0"], "world_size = 0: use 1 to 1,000,000 ranks"),
+        (["--world-size", "100000000000"], "world_size = 100000000000: use 1 to 1,000,000 ranks"),
         (["--world-size", "3"], "must be a multiple of"),
         (["--world-size", "4", "--ranks-per-machine", "3"], "does not divide the 4 ranks"),
         (["--ranks-per-machine", "0"], "ranks_per_machine = 0: use 1 or more ranks"),
