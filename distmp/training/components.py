@@ -110,7 +110,7 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
     """Refuse data on which a run would not train as configured.
 
     Raises:
-        ConfigError: If there are fewer samples than a step has, or none for early stopping; or if
+        ConfigError: If there are fewer samples than a step has, or none for validation; or if
             inputs are not token ids where the loss needs them.
         DataError: If the first sample cannot be read.
     """
@@ -124,11 +124,10 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
         "use a smaller batch, or more data",
     )
     require(
-        config.early_stopping.patience == 0 or datasets.validation is not None,
-        "early_stopping.patience",
-        config.early_stopping.patience,
-        "needs held-out data; set data.held_out or data.validation_path, or return a dataset for "
-        "the split 'validation'",
+        config.validation.every == 0 or datasets.validation is not None,
+        "validation.every",
+        config.validation.every,
+        "needs held-out data; set it to 0, or return a dataset for the split 'validation'",
     )
     if samples is not None and config.data.is_import_path and config.model.loss == "next_token":
         with generators_kept():

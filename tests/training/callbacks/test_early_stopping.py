@@ -153,10 +153,13 @@ def test_two_rollbacks_restore_earlier_best_checkpoint(
     assert checkpoints(run)[0] == "step-000004"
 
 
+@pytest.mark.parametrize("patience", [0, 2])
 @ranks(1)
-def test_data_without_validation_samples_is_refused(tmp_path: Path) -> None:
-    with pytest.raises((ConfigError, SetupError), match="needs held-out data"):
-        trainer(tmp_path / "run", data={"source": f"{__name__}:training_data"})
+def test_data_without_validation_samples_is_refused(patience: int, tmp_path: Path) -> None:
+    settings = {"early_stopping": {"patience": patience}, "validation": {"every": 2}}
+    data = {"source": f"{__name__}:training_data"}
+    with pytest.raises((ConfigError, SetupError), match=r"validation\.every = 2: needs held-out"):
+        trainer(tmp_path / "run", data=data, **settings)
 
 
 def training_data(split: str, sequence_length: int) -> Samples | None:
