@@ -481,7 +481,7 @@ def test_table_contains_bytes_per_network_card(
         (["--world-size", "100000000000"], "world_size = 100000000000: use 1 to 1,000,000 ranks"),
         (["--world-size", "3"], "must be a multiple of"),
         (["--world-size", "4", "--ranks-per-machine", "3"], "does not divide the 4 ranks"),
-        (["--ranks-per-machine", "0"], "ranks_per_machine = 0: use 1 or more ranks"),
+        (["--ranks-per-machine", "0"], "ranks_per_machine = 0: use 1 to 1,000,000 ranks"),
         (["--world-size", "2", "--strategy", "single"], "is for one rank"),
         (["--data.path", "/nowhere"], "data.path"),
         (["--precision.policy", "bf61"], "did you mean"),
