@@ -15,6 +15,7 @@ from distmp.buckets.layout import BucketLayout
 from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError, TrainingError
 from distmp.utils.host_copy import HostCopy
+from distmp.utils.tensor_trees import version_counters
 
 # Number of steps before which copies of master weights are compared with the published values.
 WATCHED_STEPS = 4
@@ -32,11 +33,6 @@ UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "
     "weights than the optimizer; call it after the change, on every rank"
 )
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often torch has counted an in-place write to each tensor."""
-    return list(map(operator.attrgetter("_version"), tensors))
 
 
 def _refuse_changed(
@@ -86,7 +82,9 @@ class OptimizerParameters:
         Raises:
             ConfigError: Naming the first one.
         """
-        _refuse_changed(self._copies, versions(self._copies.values()), self._versions, WRITTEN)
+        _refuse_changed(
+            self._copies, version_counters(self._copies.values()), self._versions, WRITTEN
+        )
         if self._watched is not None:
             self._watched.check()
 
@@ -212,7 +210,7 @@ class FlatParameters(OptimizerParameters):
             TrainingError: If weights were written to since `publish_weights`.
         """
         super().check_storage()
-        if versions(flat.updated for flat in self._flat) != self._published:
+        if version_counters(flat.updated for flat in self._flat) != self._published:
             raise TrainingError(UNPUBLISHED)
 
     @torch.no_grad()
@@ -226,8 +224,8 @@ class FlatParameters(OptimizerParameters):
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
             work.wait()
-        self._versions = versions(self._copies.values())
-        self._published = versions(flat.updated for flat in self._flat)
+        self._versions = version_counters(self._copies.values())
+        self._published = version_counters(flat.updated for flat in self._flat)
         if self._watched is not None:
             self._watched.record()
 

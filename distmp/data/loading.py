@@ -111,8 +111,6 @@ def steps(
         shuffle: False reads a map-style dataset in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
         collate_fn: Combines samples into a microbatch; None uses `collate_of(dataset)`.
-        group: Ranks that compare the datasets once. `Engine.step` compares later steps of streams,
-            see `StreamMicrobatches`. None disables the comparison.
         setting: Name of the setting that holds the dataset, for error messages.
 
     Raises:

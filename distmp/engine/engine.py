@@ -266,9 +266,8 @@ class Engine:
             try:
                 outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
             except BaseException:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # of a device that has failed, after the cause
+                # A device that has failed cannot copy; the error to tell is the first one.
+                with contextlib.suppress(RuntimeError):
                     self._setup.buffers.end_failed_step()
                 raise
             self._replays.keep(outcome, batches, stats)

@@ -121,7 +121,7 @@ def export(
 
     Args:
         source: A checkpoint, a run's directory, or a directory of checkpoints, of which the newest
-            undamaged one is used.
+            healthy one is used.
         directory: A new directory, or an empty one.
         dtype: "fp32", "bf16" or "fp16": dtype of all floating-point tensors of up to 32 bits.
         ema: Export the average of the weights (setting `ema`). Frozen weights and buffers have no

@@ -21,6 +21,7 @@ from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import is_dtensor
+from distmp.utils.tensor_trees import version_counters
 
 logger = logging.getLogger("distmp")
 
@@ -123,14 +124,17 @@ class OptimizerTensors:
         self._writes, self._version = 0, self._versions()
 
     def writes(self) -> int:
-        """Return how often weights were written to in place, except by `step`."""
+        """Return how often weights were written to in place, except by the optimizer.
+
+        Publishing writes to copies, too, equally often on every rank.
+        """
         version = self._versions()
         self._writes += version - self._version
         self._version = version
         return self._writes
 
     def _versions(self) -> int:
-        return sum(map(attrgetter("_version"), self._weights))
+        return sum(version_counters(self._weights))
 
     def step_in_place(self) -> None:
         """Step the optimizer, and check that it has written to the memory of its tensors.

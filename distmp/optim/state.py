@@ -173,20 +173,12 @@ def create_state(
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     left_out: dict[str, None] = {}
-    keys: dict[str, set[str]] = {}
-    for entry in stored:
-        keys.setdefault(entry.rpartition("/")[0], set()).add(entry.rpartition("/")[2])
-    alike: dict[tuple[int, int], set[str]] = {}
-    for name, (parameter, group) in owners.items():
+    keys = _keys(stored)
+    if is_of_torch:
+        _check_complete(optimizer, names, keys)
+    for name, (parameter, _) in owners.items():
         if name not in keys:
             optimizer.state.pop(parameter, None)
-        elif is_of_torch and keys[name] != (
-            others := alike.setdefault((id(group), parameter.dim()), keys[name])
-        ):
-            raise CheckpointError(
-                f"the state has {listed(sorted(keys[name]))} of {name}, but of others in its group "
-                f"{listed(sorted(others))}; load another checkpoint"
-            )
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
         if name not in owners:
@@ -212,6 +204,34 @@ def create_state(
     return list(left_out)
 
 
+def _keys(stored: Iterable[str]) -> dict[str, set[str]]:
+    """Return the keys of the stored state of each parameter, by its name."""
+    keys: dict[str, set[str]] = {}
+    for entry in stored:
+        name, _, key = entry.rpartition("/")
+        keys.setdefault(name, set()).add(key)
+    return keys
+
+
+def _check_complete(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], keys: Mapping[str, set[str]]
+) -> None:
+    """Check that parameters of one group and number of dimensions have the same keys."""
+    for group in optimizer.param_groups:
+        known: dict[int, set[str]] = {}
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            own = keys.get(name)
+            if own is None:
+                continue
+            others = known.setdefault(parameter.dim(), own)
+            if own != others:
+                raise CheckpointError(
+                    f"the state has {listed(sorted(own))} of {name}, but of others in its group "
+                    f"{listed(sorted(others))}; load another checkpoint"
+                )
+
+
 def never_updated(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> list[str]:
@@ -222,7 +242,7 @@ def never_updated(
         names: Name of each parameter by its `id`.
         stored: Names of the stored states, as in `named_state`.
     """
-    updated = {entry.rpartition("/")[0] for entry in stored}
+    updated = _keys(stored).keys()
     missing = []
     for group in optimizer.param_groups:
         own = [names[id(tensor)] for tensor in group["params"]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,3 +150,8 @@ def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
         return str(leaf.shape).encode(), start_of_array.tobytes()
     text = repr(leaf) if isinstance(leaf, _COMPARED_BY_REPR) else describe(leaf)
     return (text.encode(errors="backslashreplace"),)
+
+
+def version_counters(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often torch has counted an in-place write to each tensor."""
+    return list(map(attrgetter("_version"), tensors))
