@@ -9,9 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.adversary.mistakes import add, mistake
-from tests.adversary.script import SHARDED, STRATEGIES, Script, batches_of, samples, summed
-
-WHOLE = tuple(name for name in STRATEGIES if name not in SHARDED)
+from tests.adversary.script import SHARDED, WHOLE, Script, batches_of, samples, summed
 
 
 def in_place_of_the_list(name: str, wrong: Callable[[list[Any]], Any], ends: Any) -> None:
