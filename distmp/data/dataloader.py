@@ -13,7 +13,7 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, brief
+from distmp.errors import ConfigError, brief, require
 
 # The loaders of this process, of which `step_of` finds the one that has yielded a list.
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
@@ -121,19 +121,14 @@ class DataLoader:
         super().__setattr__(name, value)
 
     def _check_combinations(self) -> None:
-        if self.shuffle and is_stream(self.dataset):
-            raise ConfigError(
-                "shuffle",
-                True,
-                "an iterable dataset is read in its own order; shuffle it itself, for example by "
-                "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face",
-            )
-        if self._size is not None and self.batch_size > self._size:
-            raise ConfigError(
-                "batch_size",
-                self.batch_size,
-                f"is more than the {self._size:,} samples of an epoch; use a smaller batch",
-            )
+        problem = (
+            "an iterable dataset is read in its own order; shuffle it itself, for example by "
+            "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face"
+        )
+        require(not (self.shuffle and is_stream(self.dataset)), "shuffle", True, problem)
+        if self._size is not None:
+            problem = f"is more than the {self._size:,} samples of an epoch; use a smaller batch"
+            require(self.batch_size <= self._size, "batch_size", self.batch_size, problem)
 
     @property
     def samples(self) -> int:

@@ -242,12 +242,8 @@ def check_workers(setting: str, workers: int, dataset: Any) -> None:
     Raises:
         ConfigError: With the number of workers.
     """
-    if workers > 1 and is_stream(dataset):
-        raise ConfigError(
-            setting,
-            workers,
-            "each worker would read the whole stream; use 1, which reads ahead, or 0",
-        )
+    problem = "each worker would read the whole stream; use 1, which reads ahead, or 0"
+    require(workers <= 1 or not is_stream(dataset), setting, workers, problem)
 
 
 def problem_of(dataset: Any) -> str | None:

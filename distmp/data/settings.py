@@ -99,12 +99,9 @@ class DataConfig:
             )
         valid = self.source != "tokens" or self.path is not None
         require(valid, "data.path", None, "name the directory of token ids")
-        if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
-            raise ConfigError(
-                "data.pattern",
-                self.pattern,
-                "write a glob relative to data.path, such as '**/*.md'",
-            )
+        valid = self.source != "text" or (self.pattern != "" and self.pattern[0] != "/")
+        hint = "write a glob relative to data.path, such as '**/*.md'"
+        require(valid, "data.pattern", self.pattern, hint)
 
     def _check_numbers(self) -> None:
         length, hint = self.sequence_length, f"must be from 0 to {_MAX_WORKERS}"
@@ -114,12 +111,8 @@ class DataConfig:
         require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, hint)
 
     def _check_options(self) -> None:
-        if self.options and not self.is_import_path:
-            raise ConfigError(
-                "data.options",
-                self.options,
-                f"only an import path takes options, not {self.source!r}",
-            )
+        problem = f"only an import path takes options, not {self.source!r}"
+        require(self.is_import_path or not self.options, "data.options", self.options, problem)
         for name in ("path", "validation_path"):
             value = getattr(self, name)
             require(value != "", f"data.{name}", value, "name a directory, or null")

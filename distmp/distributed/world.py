@@ -134,12 +134,8 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise ConfigError("device", str(device), "no GPU is available; use 'cpu' or None")
     if requested.index is not None and requested.type == "cuda":
         count = torch.cuda.device_count()
-        if requested.index >= count:
-            raise ConfigError(
-                "device",
-                str(device),
-                f"this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}",
-            )
+        problem = f"this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}"
+        require(requested.index < count, "device", str(device), problem)
     return requested
 
 

@@ -379,19 +379,13 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
             "distmp.optim.AdamW",
         )
     if not (policy.autocast or policy.has_masters):
-        if policy.loss_scale is not None:
-            raise ConfigError(
-                "precision.policy.loss_scale",
-                policy.loss_scale,
-                "accelerate unscales gradients only for float16 compute; use reduce=fp32",
-            )
+        scale = policy.loss_scale
+        problem = "accelerate unscales gradients only for float16 compute; use reduce=fp32"
+        require(scale is None, "precision.policy.loss_scale", scale, problem)
         return "no"
-    if policy.output_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.output",
-            policy.output_dtype,
-            "accelerate returns outputs in float32; use output=fp32, and cast in your loss",
-        )
+    output = policy.output_dtype
+    problem = "accelerate returns outputs in float32; use output=fp32, and cast in your loss"
+    require(output == torch.float32, "precision.policy.output", output, problem)
     return _WORDS[policy.compute_dtype]
 
 
@@ -440,12 +434,8 @@ def fsdp_plugin(
         builders.fsdp2_policy(policy) if plugin.fsdp_version == 2 else builders.fsdp1_policy(policy)
     )
     given = plugin.mixed_precision_policy
-    if given is not None and given != precision:
-        raise ConfigError(
-            "fsdp_plugin.mixed_precision_policy",
-            given,
-            f"the policy {policy.name} sets it to {precision}; remove it",
-        )
+    problem = f"the policy {policy.name} sets it to {precision}; remove it"
+    require(given in (None, precision), "fsdp_plugin.mixed_precision_policy", given, problem)
     if not reduces_every_microbatch:
         _check_sums(policy, plugin.fsdp_version)
     if policy.casts_parameters and policy.keep_fp32:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
@@ -345,12 +345,9 @@ def _check_trainer(trainer: TrainerMixin) -> None:
     arguments, accelerator = trainer.args, trainer.accelerator
     _check_ranks(arguments, accelerator)
     _check_sharding(trainer)
-    if not arguments.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices",
-            False,
-            "ranks with different numbers of labels would count as equal; remove it",
-        )
+    equal = arguments.average_tokens_across_devices
+    problem = "ranks with different numbers of labels would count as equal; remove it"
+    require(equal, "average_tokens_across_devices", False, problem)
     if "lomo" in arguments.optim or "layerwise" in arguments.optim:
         raise ConfigError(
             "optim",
@@ -370,12 +367,9 @@ def _check_trainer(trainer: TrainerMixin) -> None:
 
 def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
     started = RankEnvironment.from_variables().world_size
-    if started > 1 and accelerator.num_processes == 1:
-        raise ConfigError(
-            "use_cpu",
-            arguments.use_cpu,
-            f"each of the {started} ranks would train a model alone; use True on CPUs",
-        )
+    together = started == 1 or accelerator.num_processes > 1
+    problem = f"each of the {started} ranks would train a model alone; use True on CPUs"
+    require(together, "use_cpu", arguments.use_cpu, problem)
     if arguments.n_gpu > 1:
         raise ConfigError(
             "CUDA_VISIBLE_DEVICES",
@@ -386,12 +380,8 @@ def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
     parallelism = getattr(accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         size = getattr(parallelism, name, None) or 1
-        if size > 1:
-            raise ConfigError(
-                f"parallelism_config.{name}",
-                size,
-                "ranks that share a sequence do not know how many of its labels they hold; use 1",
-            )
+        problem = "ranks that share a sequence do not know how many of its labels they hold; use 1"
+        require(size == 1, f"parallelism_config.{name}", size, problem)
 
 
 def _check_sharding(trainer: TrainerMixin) -> None:
