@@ -111,13 +111,11 @@ class DataLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse assignments, which a running iteration would ignore."""
-        if not name.startswith("_") and "_is_built" in vars(self):
-            raise ConfigError(
-                name,
-                brief(value),
-                "cannot be assigned; continue at a position with load_state_dict, and change "
-                "settings with another DataLoader(..., first_sample=loader.samples)",
-            )
+        problem = (
+            "cannot be assigned; continue at a position with load_state_dict, and change settings "
+            "with another DataLoader(..., first_sample=loader.samples)"
+        )
+        require(name.startswith("_") or "_is_built" not in vars(self), name, brief(value), problem)
         super().__setattr__(name, value)
 
     def _check_combinations(self) -> None:
@@ -253,14 +251,12 @@ class DataLoader:
         _check_count("samples", state["samples"])
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):
-            if name in state and state[name] != own[name]:
-                raise ConfigError(
-                    name,
-                    own[name],
-                    f"the saved position is of an order of samples with {name} = {state[name]!r}, "
-                    "and would repeat some samples and leave out others; use the same dataset, "
-                    "seed and shuffle",
-                )
+            saved = state.get(name, own[name])
+            problem = (
+                f"the saved position is of an order of samples with {name} = {saved!r}, and would "
+                "repeat some samples and leave out others; use the same dataset, seed and shuffle"
+            )
+            require(saved == own[name], name, own[name], problem)
         if self._steps is not None:
             self._steps.close()
             self._steps = None

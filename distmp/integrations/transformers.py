@@ -348,21 +348,19 @@ def _check_trainer(trainer: TrainerMixin) -> None:
     equal = arguments.average_tokens_across_devices
     problem = "ranks with different numbers of labels would count as equal; remove it"
     require(equal, "average_tokens_across_devices", False, problem)
-    if "lomo" in arguments.optim or "layerwise" in arguments.optim:
-        raise ConfigError(
-            "optim",
-            str(arguments.optim),
-            "updates weights during backward, before all ranks know whether the gradients are"
-            " finite; use another optimizer",
-        )
+    problem = (
+        "updates weights during backward, before all ranks know whether the gradients are finite;"
+        " use another optimizer"
+    )
+    valid = "lomo" not in arguments.optim and "layerwise" not in arguments.optim
+    require(valid, "optim", str(arguments.optim), problem)
     microbatches = accelerator.num_processes * arguments.gradient_accumulation_steps
-    if getattr(trainer, "loss_type", None) == "bnpo" and microbatches > 1:
-        raise ConfigError(
-            "loss_type",
-            "bnpo",
-            "is a mean of the means of microbatches, whatever their number of tokens; use dapo,"
-            " the mean over the tokens of all microbatches and ranks",
-        )
+    problem = (
+        "is a mean of the means of microbatches, whatever their number of tokens; use dapo, the"
+        " mean over the tokens of all microbatches and ranks"
+    )
+    valid = microbatches == 1 or getattr(trainer, "loss_type", None) != "bnpo"
+    require(valid, "loss_type", "bnpo", problem)
 
 
 def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
@@ -370,13 +368,11 @@ def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
     together = started == 1 or accelerator.num_processes > 1
     problem = f"each of the {started} ranks would train a model alone; use True on CPUs"
     require(together, "use_cpu", arguments.use_cpu, problem)
-    if arguments.n_gpu > 1:
-        raise ConfigError(
-            "CUDA_VISIBLE_DEVICES",
-            arguments.n_gpu,
-            "a single process would use nn.DataParallel on these GPUs, without the policy; start"
-            " one process per GPU with torchrun, or select one GPU",
-        )
+    problem = (
+        "a single process would use nn.DataParallel on these GPUs, without the policy; start one"
+        " process per GPU with torchrun, or select one GPU"
+    )
+    require(arguments.n_gpu <= 1, "CUDA_VISIBLE_DEVICES", arguments.n_gpu, problem)
     parallelism = getattr(accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         size = getattr(parallelism, name, None) or 1
@@ -386,21 +382,18 @@ def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
 
 def _check_sharding(trainer: TrainerMixin) -> None:
     arguments, accelerator = trainer.args, trainer.accelerator
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ConfigError(
-            "distributed_config",
-            "in use",
-            "Transformers shards and reduces in its own dtypes; load the model without it, and set"
-            " fsdp in the training arguments",
-        )
+    loaded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    problem = (
+        "Transformers shards and reduces in its own dtypes; load the model without it, and set fsdp"
+        " in the training arguments"
+    )
+    require(not loaded, "distributed_config", "in use", problem)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if arguments.fsdp and not accelerator.shards:
-        raise ConfigError(
-            "fsdp",
-            arguments.fsdp,
-            "accelerate shards only on several GPUs, and would train a whole model on each rank;"
-            " remove it, or use distmp.Engine, which shards on CPUs too",
-        )
+    problem = (
+        "accelerate shards only on several GPUs, and would train a whole model on each rank; remove"
+        " it, or use distmp.Engine, which shards on CPUs too"
+    )
+    require(accelerator.shards or not arguments.fsdp, "fsdp", arguments.fsdp, problem)
     if plugin is not None and arguments.gradient_accumulation_steps > 1:
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from distmp.errors import ConfigError, require
 from distmp.utils.imports import parse_entries
 
-_NOTATION = "write a name, or {name: NAME, options: {OPTION: VALUE}}"
-
 # A trace of more steps is too large to open.
 MAX_STEPS = 100
 
@@ -52,7 +50,7 @@ class LogConfig:
             ConfigError: If an entry has other keys than `name` and `options`, or values of other
                 types.
         """
-        return dict(parse_entries("log.trackers", self.trackers, _NOTATION))
+        return {each.name: each.options for each in parse_entries("log.trackers", self.trackers)}
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,6 @@ def test_neighboring_samples_are_separated() -> None:
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / 20_000**0.5
 
 
-@pytest.mark.parametrize("arguments", [(0, 0, 1, 0), (0, -1, 1, 5), (0, 0, -1, 5)])
-def test_invalid_arguments_are_refused(arguments: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="size >= 1"):
-        sample_indices(*arguments)
-
-
 @given(
     seed=seeds,
     size=st.integers(1, 500),
