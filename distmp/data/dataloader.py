@@ -179,24 +179,21 @@ class DataLoader:
 
     def _next_step(self) -> Step:
         if self._steps is None:
-            self._steps = self._open()
+            self._steps = steps(
+                self.dataset,
+                self._division(self.samples),
+                self._world,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                workers=self.workers,
+                collate_fn=self.collate_fn,
+                setting="dataset",
+            )
         try:
             return next(self._steps)
         except BaseException:
             self._steps = None  # the generator ended with the error
             raise
-
-    def _open(self) -> Generator[Step, None, None]:
-        return steps(
-            self.dataset,
-            self._division(self.samples),
-            self._world,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            workers=self.workers,
-            collate_fn=self.collate_fn,
-            setting="dataset",
-        )
 
     def _division(self, first_sample: int) -> Division:
         rank, world_size = self._world.rank, self._world.world_size

@@ -89,14 +89,12 @@ class DataConfig:
         return load_function("data.source", self.source, arguments, problem)
 
     def _check_source(self) -> None:
-        if not self.is_import_path and self.source not in _SOURCES:
-            hint = nearest(self.source, _SOURCES)
-            raise ConfigError(
-                "data.source",
-                self.source,
-                f"{hint}, or write an import path 'module:callable'; `distmp data tokenize` turns"
-                " JSON Lines, parquet and text into tokens",
-            )
+        problem = (
+            f"{nearest(self.source, _SOURCES)}, or write an import path 'module:callable'; `distmp"
+            " data tokenize` turns JSON Lines, parquet and text into tokens"
+        )
+        valid = self.is_import_path or self.source in _SOURCES
+        require(valid, "data.source", self.source, problem)
         valid = self.source != "tokens" or self.path is not None
         require(valid, "data.path", None, "name the directory of token ids")
         valid = self.source != "text" or (self.pattern != "" and self.pattern[0] != "/")

@@ -499,11 +499,10 @@ def current() -> RankMonitor | None:
     if _of_job is not None:
         return _of_job
     if world not in _monitors:
-        store = open_store("rank monitor")
-        monitor = RankMonitor(store, dist.get_rank(), world.size()) if store is not None else None
-        if monitor is not None:
+        _monitors[world] = None
+        if (store := open_store("rank monitor")) is not None:
+            _monitors[world] = monitor = RankMonitor(store, dist.get_rank(), world.size())
             monitor.start(world)
-        _monitors[world] = monitor
     return _monitors[world]
 
 

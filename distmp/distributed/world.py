@@ -205,10 +205,8 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
 
 def _check_repeated(asked: Mapping[str, Any]) -> None:
     for name, now in asked.items():
-        if now is not None and now != (before := _choice[name]):
-            raise ConfigError(
-                name, now, f"the first call of distmp.init had {name} = {before!r}; call it once"
-            )
+        problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; call it once"
+        require(now in (None, _choice[name]), name, now, problem)
 
 
 def world_of_process(device: torch.device | str | None = None) -> World:

@@ -144,16 +144,15 @@ def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
     for given in fsdp2_policies(model):
         gathered = given.param_dtype or torch.float32
         reduced = given.reduce_dtype or gathered
-        if (gathered, reduced) != (wanted, policy.reduce_dtype):
-            raise ConfigError(
-                "mp_policy",
-                given,
-                f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the "
-                f"policy {policy.name} gathers {dtype_name(wanted)} and reduces in "
-                f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
-                f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
-                "reduce_dtype=torch.float32))",
-            )
+        problem = (
+            f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the policy "
+            f"{policy.name} gathers {dtype_name(wanted)} and reduces in "
+            f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
+            "reduce_dtype=torch.float32))"
+        )
+        valid = (gathered, reduced) == (wanted, policy.reduce_dtype)
+        require(valid, "mp_policy", given, problem)
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:

@@ -331,13 +331,11 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
 
 def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
     for name in ("bf16", "fp16"):
-        if policy is not None and getattr(arguments, name):
-            raise ConfigError(
-                name,
-                True,
-                f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
-                " TRL set bf16 by default)",
-            )
+        problem = (
+            f"policy = {policy!r} is given as well; pass {name}=False (the configurations of TRL"
+            " set bf16 by default)"
+        )
+        require(policy is None or not getattr(arguments, name), name, True, problem)
 
 
 def _check_trainer(trainer: TrainerMixin) -> None:

@@ -63,7 +63,23 @@ def weights_directory(name: str) -> Path | None:
         ConfigError: If the weights are not safetensors.
     """
     path = locate(name)
-    return path if _has_weights(name, path) else None
+    error = partial(ConfigError, "model.name", name)
+    if path.suffix == ".json":
+        return None
+    if (path / ADAPTER_CONFIG).exists():
+        raise error(
+            "has adapters of peft, which are not loaded; merge them into the model (peft's "
+            "merge_and_unload) and name the directory of the result",
+        )
+    # An index without its files is an error, not a model with random weights.
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return path
+    if pickles := sorted(file.name for file in path.glob("*.bin")):
+        raise error(
+            f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
+            f"safetensors, or name {path / CONFIG_FILE} for random weights",
+        )
+    return None
 
 
 def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
@@ -251,26 +267,6 @@ def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_le
             f"{{{key}: {needed}}} for a model with random weights"
         )
         require(not isinstance(value, int) or value >= needed, "model.name", name, problem)
-
-
-def _has_weights(name: str, path: Path) -> bool:
-    error = partial(ConfigError, "model.name", name)
-    if path.suffix == ".json":
-        return False
-    if (path / ADAPTER_CONFIG).exists():
-        raise error(
-            "has adapters of peft, which are not loaded; merge them into the model (peft's "
-            "merge_and_unload) and name the directory of the result",
-        )
-    # An index without its files is an error, not a model with random weights.
-    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-        return True
-    if pickles := sorted(file.name for file in path.glob("*.bin")):
-        raise error(
-            f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
-            f"safetensors, or name {path / CONFIG_FILE} for random weights",
-        )
-    return False
 
 
 def _auto_model() -> Any:

@@ -258,13 +258,12 @@ def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.
     if type(part).forward is not nn.Module.forward:
         yield name, part
         return
-    if any(True for _ in part.parameters(recurse=False)):
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            pattern,
-            f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the "
-            "module that uses them",
-        )
+    problem = (
+        f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the module "
+        "that uses them"
+    )
+    holds = any(True for _ in part.parameters(recurse=False))
+    require(not holds, "precision.policy.keep_fp32", pattern, problem)
     for child_name, child in part.named_children():
         yield from _called(f"{name}.{child_name}", child, pattern)
 

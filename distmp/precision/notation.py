@@ -154,8 +154,7 @@ def _value(key: str, value: Any) -> Any:
     """Convert the value of a key to the type of its field; the policy checks it."""
     if value == "none" and key in ("buffer", "forward", "grad", "wgrad", "loss_scale"):
         return None
-    dtypes = ("param", "compute", "reduce", "accumulate", "buffer", "output")
-    if key in dtypes and (key, value) != ("buffer", None):
+    if FIELDS[key].endswith("_dtype") and (key, value) != ("buffer", None):
         if not isinstance(value, str) or value not in _DTYPES:
             problem = nearest(str(value), DTYPE_WORDS)
             raise ConfigError(f"{SETTING}.{key}", value, problem)

@@ -446,10 +446,9 @@ def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
     """Record how a module sets its own tensors on the meta device."""
     own = [held for held in own_tensors(part, name) if held.tensor.is_meta]
     for _, key, full_name, tensor in own:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        fake = _unset_like(tensor)
         recording.views[full_name] = recording.view(fake)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        setattr(part, key, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+        setattr(part, key, fake)
     reset = getattr(part, "reset_parameters", None)
     if own and callable(reset):
         reset()
@@ -506,7 +505,7 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
         raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
-    replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
+    replace_tensors(module, is_fake, lambda held: _unset_like(held.tensor, _META))
 
 
 def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:
@@ -521,8 +520,8 @@ def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> Non
                 raise NotDeferrableError(f"keeps a tensor in the attribute {name}")
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+def _unset_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(bare, requires_grad=tensor.requires_grad)
     return bare

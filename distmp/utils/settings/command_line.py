@@ -146,10 +146,7 @@ def _from_word(members: Sequence[Any], word: str) -> Any:
     """Read a word as YAML, unless only text is accepted."""
     if word in ("null", "None") and type(None) in members:
         return None
-    try:
-        value = from_line(word)
-    except ValueError:
-        return word
+    value = from_line(word)
     if isinstance(value, str) or (value is None and word not in ("null", "~")):
         return word  # YAML reads "" and "#a" as null
     is_accepted = any(accepts(member, value) for member in members)
