@@ -357,7 +357,8 @@ def build_deferred(
             module = build()
     except DistmpError:
         raise
-    except _UNSUPPORTED as error:
+    # The constructor reads the address or the memory of a tensor without memory.
+    except (NotImplementedError, RuntimeError, TypeError) as error:
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     if not isinstance(module, nn.Module):
@@ -458,10 +459,6 @@ def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
 
 _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
 
-# Errors of a constructor that reads the address or the memory of a tensor without memory.
-_UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
-# Message for `parameter.data = tensor` in a constructor, if the tensor has memory.
-_ASSIGNS = "assigns the data of {}, which is not recorded"
 # torch's error if `module.half()` converts fake parameters.
 _CONVERSION = "Couldn't swap"
 _CONVERTS = "converts its parameters to another dtype, which precision.policy should do"
@@ -502,7 +499,8 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
     """Replace the fake tensors of a module by tensors on the meta device."""
     fake = [held for held in held_tensors(module) if is_fake(held.tensor)]
     if unknown := [held.name for held in fake if not recording.is_known(held.tensor)]:
-        raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
+        # By `parameter.data = tensor`, if the tensor has memory.
+        raise NotDeferrableError(f"assigns the data of {listed(unknown)}, which is not recorded")
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
     replace_tensors(module, is_fake, lambda held: _unset_like(held.tensor, _META))
