@@ -121,8 +121,9 @@ def _transformer_config(
     config: ModelConfig, vocabulary_size: int | None, sequence_length: int
 ) -> TransformerConfig:
     vocabulary = config.options.get("vocabulary_size", vocabulary_size)
-    problem = "set it: the data does not define the number of token ids"
-    require(vocabulary is not None, "model.options.vocabulary_size", None, problem)
+    if vocabulary is None:
+        hint = "set it: the data does not define the number of token ids"
+        raise ConfigError("model.options.vocabulary_size", None, hint)
     transformer = config.transformer(vocabulary, sequence_length)
     samples = f"samples have data.sequence_length = {sequence_length} tokens"
     for name, needed, what in (
