@@ -114,9 +114,8 @@ class DataConfig:
         for name in ("path", "validation_path"):
             value = getattr(self, name)
             require(value != "", f"data.{name}", value, "name a directory, or null")
-            if self.is_import_path and value is not None:
-                problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
-                raise ConfigError(f"data.{name}", value, problem)
+            problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
+            require(value is None or not self.is_import_path, f"data.{name}", value, problem)
         for name in _CALL_ARGUMENTS:
             problem = f"{name!r} is passed by distmp; remove it"
             require(name not in self.options, "data.options", self.options, problem)

@@ -80,6 +80,16 @@ class LowPrecisionLayers:
         for name, value in formats.items():
             self.states[name].formats = value
 
+    def describe(self) -> str:
+        """Return which layers have low-precision matmuls, and why others do not, as text."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.high_precision.items():
+            reasons.setdefault(reason, []).append(name)
+        count = f"{len(self.modules)} of {len(self.modules) + len(self.high_precision)}"
+        text = f"{count} linear layers have low-precision matmuls, {self.backend}"
+        others = [f"{listed(names)} ({reason})" for reason, names in reasons.items()]
+        return f"{text}; in the compute dtype: {', '.join(others)}" if others else text
+
 
 def low_precision_layers(
     model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str], device: torch.device
@@ -143,14 +153,7 @@ def describe_formats(layers: LowPrecisionLayers) -> str:
     Example: "forward e4m3, grad e5m2, wgrad e5m2, scaling tensor; 8 of 9 linear layers have
     low-precision matmuls, emulated; in the compute dtype: head (hp=head)".
     """
-    reasons: dict[str, list[str]] = {}
-    for name, reason in layers.high_precision.items():
-        reasons.setdefault(reason, []).append(name)
-    count = f"{len(layers.modules)} of {len(layers.modules) + len(layers.high_precision)}"
-    text = f"{_formats(layers.policy_formats)}; {count} linear layers have low-precision matmuls, "
-    others = [f"{listed(names)} ({reason})" for reason, names in reasons.items()]
-    more = f"; in the compute dtype: {', '.join(others)}" if others else ""
-    return f"{text}{layers.backend}{more}"
+    return f"{_formats(layers.policy_formats)}; {layers.describe()}"
 
 
 def formats_record(layers: LowPrecisionLayers) -> dict[str, Any]:
