@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import nearest, require
 from distmp.utils.annotations import HARMLESS, consequential
 from distmp.utils.imports import load_function
 
