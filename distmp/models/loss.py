@@ -33,7 +33,7 @@ def is_hugging_face(batch: Mapping[str, Any]) -> bool:
         "has 'inputs' and 'input_ids'; return either inputs and targets (shifted by one token), or "
         "input_ids and labels (not shifted)"
     )
-    require(not {"input_ids", "inputs"} <= batch.keys(), "batch", [*batch], problem)
+    require("input_ids" not in batch or "inputs" not in batch, "batch", [*batch], problem)
     return "input_ids" in batch
 
 
