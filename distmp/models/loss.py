@@ -212,6 +212,7 @@ def logits_of(output: Any) -> Tensor:
         ConfigError: If it is neither a tensor, nor has it `logits`.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    problem = "the model returned this; return logits, or an output with an attribute `logits`"
-    require(isinstance(logits, Tensor), "model", type(output).__name__, problem)
+    if not isinstance(logits, Tensor):
+        problem = "the model returned this; return logits, or an output with an attribute `logits`"
+        raise ConfigError("model", type(output).__name__, problem)
     return logits
