@@ -200,7 +200,7 @@ def run_in_fp32(
         device_type: Device type of the module: "cuda", "cpu".
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
-    module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
+    cast_inputs(module, torch.float32)
     instance_forward: Callable[..., Any] | None = vars(module).get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -213,13 +213,22 @@ def run_in_fp32(
     # autocast would stay disabled after an exception.
     module.forward = MethodType(forward, module)
     if output_dtype is not None:
-        to_output = floating_point_cast(output_dtype)
-        module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
+        cast_outputs(module, output_dtype)
 
 
-def _inputs_in_fp32(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    cast = floating_point_cast(torch.float32)
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Register a hook that casts floating-point inputs of a module."""
+    cast = floating_point_cast(dtype)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (map_tensors(cast, args), map_tensors(cast, kwargs)),
+        with_kwargs=True,
+    )
+
+
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Register a hook that casts floating-point outputs of a module."""
+    cast = floating_point_cast(dtype)
+    module.register_forward_hook(lambda _, args, output: map_tensors(cast, output))
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
@@ -249,13 +258,12 @@ def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.
     if type(part).forward is not nn.Module.forward:
         yield name, part
         return
-    if any(True for _ in part.parameters(recurse=False)):
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            pattern,
-            f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the "
-            "module that uses them",
-        )
+    problem = (
+        f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the module "
+        "that uses them"
+    )
+    holds = any(True for _ in part.parameters(recurse=False))
+    require(not holds, "precision.policy.keep_fp32", pattern, problem)
     for child_name, child in part.named_children():
         yield from _called(f"{name}.{child_name}", child, pattern)
 

@@ -24,8 +24,7 @@ from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.comparison import Fingerprint
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import PendingDecision
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
