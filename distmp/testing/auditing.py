@@ -170,7 +170,8 @@ class Audit:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            return self._before_update()
+            self._before_update()
+            return None
 
         def watched() -> Any:  # Lightning runs the last microbatch in it
             result = closure()
