@@ -40,6 +40,16 @@ LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
 )
 
+FREED = (
+    "an earlier backward has freed it; the loss function must not call backward, and must compute "
+    "a new graph for each microbatch (detach a state that it carries over)"
+)
+RESHARDED = (
+    "FSDP frees the gathered parameters at the end of the first backward or torch.autograd.grad "
+    "through them, so a gradient penalty cannot run a second one; compute derivatives by inputs "
+    "with torch.func.jvp, or use the strategy 'ddp'"
+)
+
 
 def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     """Return the microbatches of a step as a list; refuse other types of arguments.
@@ -192,16 +202,11 @@ def explain_graph_errors() -> Iterator[None]:
     except RuntimeError as error:
         if uses_shard(error):
             raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
-        freed = ("through the graph a second time", "out of bounds for storage of size 0")
-        if not any(text in str(error) for text in freed):
-            raise
-        raise ConfigError(
-            "loss",
-            "Tensor of a graph that is freed",
-            "an earlier backward has freed it; the loss function must not call backward (nor, with "
-            "a sharded strategy, torch.autograd.grad), and must compute a new graph for each "
-            "microbatch (detach a state that it carries over)",
-        ) from error
+        if "out of bounds for storage of size 0" in str(error):
+            raise ConfigError("loss", "graph without its parameters", RESHARDED) from error
+        if "through the graph a second time" in str(error):
+            raise ConfigError("loss", "Tensor of a graph that is freed", FREED) from error
+        raise
 
 
 def check_gradients_enabled() -> None:

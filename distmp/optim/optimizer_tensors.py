@@ -55,6 +55,12 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
             f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}",
         )
     check_kind(optimizer)
+    kind = type(optimizer).__name__
+    initialized = hasattr(optimizer, "_optimizer_step_post_hooks")
+    problem = "takes no hooks; call super().__init__(params, defaults) in its __init__"
+    require(initialized, "optimizer", kind, problem)
+    has_rates = all("lr" in group for group in optimizer.param_groups)
+    require(has_rates, "optimizer", kind, "has a parameter group without 'lr'; add the rate")
     _check_tensors(optimizer, parameters)
     are_copies = not all(isinstance(tensor, nn.Parameter) for _, tensor in parameters)
     are_empty = are_copies and not all(group["params"] for group in optimizer.param_groups)
@@ -62,7 +68,7 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         logger.warning(
             "a parameter group of %s is empty; the function that builds it gets FP32 copies or "
             "shards, so choose tensors by name or shape, not among model.parameters()",
-            type(optimizer).__name__,
+            kind,
         )
     keeps_graphs = any(group.get("differentiable") for group in optimizer.param_groups)
     problem = "keeps graphs of updates; remove the argument"
@@ -300,7 +306,7 @@ def build_on_shards(
         (name, shard.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, shard in shards
     ]
     optimizer = build_on(factory, placeholders)
-    _check_elementwise(type(optimizer), quiet=quiet)
+    _check_elementwise(optimizer, quiet=quiet)
     shard_of = {
         id(placeholder): shard
         for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
@@ -318,14 +324,17 @@ def build_on_shards(
     return optimizer
 
 
-def _check_elementwise(kind: type[torch.optim.Optimizer], *, quiet: bool) -> None:
+def _check_elementwise(optimizer: torch.optim.Optimizer, *, quiet: bool) -> None:
+    kind = type(optimizer)
     # Muon exchanges shards; shards consist of whole blocks of AdamW.
     bases = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
     if any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in bases):
         return
     name = kind.__name__
+    # Such as Lookahead: the optimizer inside would keep the placeholders.
+    wraps = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)
-    if known or kind.__module__.startswith("torch.optim"):
+    if known or wraps or kind.__module__.startswith("torch.optim"):
         raise ConfigError(
             "shard_optimizer",
             True,

@@ -68,9 +68,8 @@ class Replicated(strategy.Strategy):
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: BufferValues | None = None
-        if self._settings.shard_optimizer:  # a shard is a range of elements in row-major order
-            for _, parameter in named:
-                parameter.data = parameter.data.contiguous()
+        if self._settings.shard_optimizer:
+            strategy.make_contiguous(parameter for _, parameter in named)
         self._drops = self._settings.on_nonfinite == "drop_microbatch"
         self._buckets = Fp32GradBuckets(
             named,

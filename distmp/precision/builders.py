@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.precision.functions import functions_in_fp32
 from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import name_of
@@ -225,6 +225,33 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
     cast_inputs_and_outputs(module, policy)
 
 
+def refuse_pickling(*_: object) -> NoReturn:
+    """Refuse to pickle a prepared module, which has hooks and copies of weights.
+
+    Raises:
+        TrainingError: Always.
+    """
+    raise TrainingError(
+        "a prepared model cannot be pickled (torch.save); use engine.export(directory) or "
+        "engine.save(directory), or save its state_dict()"
+    )
+
+
+class _OutputCast:
+    """A forward hook that casts outputs; modules with it can be copied, but not pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._cast = floating_point_cast(dtype)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(self._cast, output)
+
+    def __deepcopy__(self, memo: object) -> _OutputCast:
+        return self
+
+    __reduce_ex__ = refuse_pickling
+
+
 def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Register hooks that cast floating-point inputs and outputs of `module`.
 
@@ -240,5 +267,4 @@ def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
             ),
             with_kwargs=True,
         )
-    to_output = floating_point_cast(policy.output_dtype)
-    module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
+    module.register_forward_hook(_OutputCast(policy.output_dtype))

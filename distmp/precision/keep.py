@@ -97,7 +97,8 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
-    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
+    include layers whose weight is computed from buffers, which fails in two dtypes.
 
     Raises:
         ConfigError: See `kept_modules`.
@@ -105,9 +106,17 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.kept_module_patterns)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and getattr(part, "running_mean", None) is not None:
+            if name and (getattr(part, "running_mean", None) is not None or _is_computed(part)):
                 kept[name] = part
     return _outermost(module, kept)
+
+
+def _is_computed(part: nn.Module) -> bool:
+    """Return whether a weight is computed from FP32 buffers (spectral_norm, orthogonal)."""
+    parametrizations = getattr(part, "parametrizations", None)
+    if parametrizations is None:
+        return hasattr(part, "weight_u")  # torch.nn.utils.spectral_norm
+    return any(True for _ in parametrizations.buffers())
 
 
 def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:

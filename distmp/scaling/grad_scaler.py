@@ -560,6 +560,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if self._scale is None and self._ranks.world_size > 1:
             # A rank without data has no loss to scale, but takes part in the decision.
             self._make_scale(torch.device(self._device))
+        if self._scale is None:
+            raise AssertionError(f"call scaler.scale(loss).backward() before {funcname}().")
         return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
