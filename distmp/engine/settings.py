@@ -117,10 +117,8 @@ class PrecisionPhase:
 
     def __post_init__(self) -> None:
         check_types(self, PHASES)
-        if not self.until_tokens > 0:
-            raise ConfigError(
-                f"{PHASES}.until_tokens", self.until_tokens, "use a number above 0, or .inf"
-            )
+        tokens = self.until_tokens
+        require(tokens > 0, f"{PHASES}.until_tokens", tokens, "use a number above 0, or .inf")
 
 
 def parse_phases(entries: Sequence[Mapping[str, Any]]) -> tuple[PrecisionPhase, ...]:

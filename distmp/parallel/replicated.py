@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.optim.factories import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import strategy
@@ -199,9 +199,6 @@ def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> No
     Raises:
         ConfigError: For weights in 16 bits.
     """
-    if settings.shard_optimizer and policy.param_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.param",
-            policy.param_dtype,
-            "a sharded optimizer updates FP32 weights; use param=fp32 or shard_optimizer=False",
-        )
+    problem = "a sharded optimizer updates FP32 weights; use param=fp32 or shard_optimizer=False"
+    fits = policy.param_dtype == torch.float32 or not settings.shard_optimizer
+    require(fits, "precision.policy.param", policy.param_dtype, problem)

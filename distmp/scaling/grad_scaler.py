@@ -26,7 +26,7 @@ from distmp.distributed import rank_monitor
 from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.rank_monitor import RankMonitor
 from distmp.distributed.rank_status import PendingDecision
-from distmp.errors import ConfigError, TrainingError, listed
+from distmp.errors import ConfigError, TrainingError, listed, require
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
     check_norm,
@@ -154,10 +154,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 min_scale=min(1.0, init_scale) if min_scale is None else min_scale,
                 max_scale=max(2.0**24, init_scale) if max_scale is None else max_scale,
             )
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ConfigError(
-                "max_consecutive_skips", max_consecutive_skips, "use 1 or more steps, or None"
-            )
+        most = max_consecutive_skips
+        valid = most is None or most >= 1
+        require(valid, "max_consecutive_skips", most, "use 1 or more steps, or None")
         self._max_consecutive_skips = max_consecutive_skips
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
