@@ -704,17 +704,12 @@ def _check_group(group: object) -> None:
 
 
 def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:
-    if world_size & (world_size - 1):
-        raise ConfigError(
-            "reproducible",
-            True,
-            f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ... "
-            "ranks",
-        )
-    if reduce_dtype != torch.float32:
-        raise ConfigError(
-            "reproducible",
-            True,
-            "cannot reduce in 16 bits: the rounding would depend on the number of ranks; use "
-            "reduce_dtype float32",
-        )
+    problem = (
+        f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ... ranks"
+    )
+    require(not world_size & (world_size - 1), "reproducible", True, problem)
+    problem = (
+        "cannot reduce in 16 bits: the rounding would depend on the number of ranks; use "
+        "reduce_dtype float32"
+    )
+    require(reduce_dtype == torch.float32, "reproducible", True, problem)

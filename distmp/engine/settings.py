@@ -143,10 +143,9 @@ def check_order(phases: Sequence[PrecisionPhase]) -> None:
         ConfigError: If one ends no later than the one above it.
     """
     for above, phase in pairwise(phases):
-        if phase.until_tokens <= above.until_tokens:
-            raise ConfigError(
-                f"{PHASES}.until_tokens",
-                phase.until_tokens,
-                f"is not above {above.until_tokens:g}, that of the phase above it; list phases in "
-                "the order in which they end",
-            )
+        tokens = phase.until_tokens
+        problem = (
+            f"is not above {above.until_tokens:g}, that of the phase above it; list phases in "
+            "the order in which they end"
+        )
+        require(tokens > above.until_tokens, f"{PHASES}.until_tokens", tokens, problem)

@@ -113,13 +113,12 @@ def _with_groups(
             raise ConfigError(
                 "optim.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                "optim.name",
-                config.name,
-                f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
-                "torch.optim.Optimizer",
-            )
+        problem = (
+            f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
+            "torch.optim.Optimizer"
+        )
+        valid = isinstance(optimizer, torch.optim.Optimizer)
+        require(valid, "optim.name", config.name, problem)
         return optimizer
 
     return create

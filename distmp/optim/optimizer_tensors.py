@@ -48,14 +48,10 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         name = getattr(factory, "__name__", type(factory).__name__)
         problem = f"cannot be called with [(name, tensor), ...] ({error}); pass a function that "
         raise ConfigError("optimizer", name, f"{problem}builds it: {_EXAMPLE}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer",
-            type(optimizer).__name__,
-            f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}",
-        )
-    check_kind(optimizer)
     kind = type(optimizer).__name__
+    problem = f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}"
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", kind, problem)
+    check_kind(optimizer)
     initialized = hasattr(optimizer, "_optimizer_step_post_hooks")
     problem = "takes no hooks; call super().__init__(params, defaults) in its __init__"
     require(initialized, "optimizer", kind, problem)
@@ -245,21 +241,19 @@ def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> N
         ConfigError: If it cannot, or was built to round stochastically under another policy.
     """
     if not isinstance(optimizer, AdamW):
-        if policy.stochastic_rounding:
-            raise ConfigError(
-                "precision.policy.stochastic_rounding",
-                True,
-                f"needs an optimizer that rounds, which {type(optimizer).__name__} does not; use "
-                "distmp.optim.AdamW, or remove it",
-            )
-        return
-    if optimizer.stochastic_rounding and not policy.stochastic_rounding:
-        raise ConfigError(
-            "optimizer",
-            "stochastic_rounding=True",
-            f"contradicts the policy {policy.name!r}; use 'bf16-pure,stochastic_rounding=true', or "
-            "remove the argument",
+        problem = (
+            f"needs an optimizer that rounds, which {type(optimizer).__name__} does not; use "
+            "distmp.optim.AdamW, or remove it"
         )
+        fits = not policy.stochastic_rounding
+        require(fits, "precision.policy.stochastic_rounding", True, problem)
+        return
+    problem = (
+        f"contradicts the policy {policy.name!r}; use 'bf16-pure,stochastic_rounding=true', or "
+        "remove the argument"
+    )
+    agrees = policy.stochastic_rounding or not optimizer.stochastic_rounding
+    require(agrees, "optimizer", "stochastic_rounding=True", problem)
     optimizer.stochastic_rounding = policy.stochastic_rounding
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.optim.factories import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import strategy
@@ -184,13 +184,12 @@ def _check_embeddings(module: nn.Module) -> None:
         ConfigError: Naming the first one.
     """
     for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ConfigError(
-                "model",
-                name,
-                f"has max_norm={part.max_norm}, which would change other rows on each rank; "
-                "normalize what it returns instead",
-            )
+        max_norm = part.max_norm if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
+        problem = (
+            f"has max_norm={max_norm}, which would change other rows on each rank; "
+            "normalize what it returns instead"
+        )
+        require(max_norm is None, "model", name, problem)
 
 
 def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
