@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.utils.annotations import consequential, dangerous
 
 # Schedules of distmp; others are import paths.
@@ -74,12 +74,9 @@ class ScheduleConfig:
             value = getattr(self, name)
             valid = value is None or value >= 0
             require(valid, f"schedule.{name}", value, "use 0 or more updates, or null")
-        if self.decay_steps is not None and self.name != "wsd":
-            raise ConfigError(
-                "schedule.decay_steps",
-                self.decay_steps,
-                f"{self.name} does not use it; set schedule.name to wsd",
-            )
+        problem = f"{self.name} does not use it; set schedule.name to wsd"
+        used = self.decay_steps is None or self.name == "wsd"
+        require(used, "schedule.decay_steps", self.decay_steps, problem)
         require(0 <= self.final <= 1, "schedule.final", self.final, "use a share from 0 to 1")
 
     def warmup(self, steps: int) -> int:

@@ -18,12 +18,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, did_you_mean, require
+from distmp.errors import ConfigError, TrainingError, did_you_mean, require
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -97,7 +97,8 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
-    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
+    include layers whose weight is computed from buffers, which fails in two dtypes.
 
     Raises:
         ConfigError: See `kept_modules`.
@@ -105,9 +106,17 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.kept_module_patterns)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and getattr(part, "running_mean", None) is not None:
+            if name and (getattr(part, "running_mean", None) is not None or _is_computed(part)):
                 kept[name] = part
     return _outermost(module, kept)
+
+
+def _is_computed(part: nn.Module) -> bool:
+    """Return whether a weight is computed from FP32 buffers (spectral_norm, orthogonal)."""
+    parametrizations = getattr(part, "parametrizations", None)
+    if parametrizations is None:
+        return hasattr(part, "weight_u")  # torch.nn.utils.spectral_norm
+    return any(True for _ in parametrizations.buffers())
 
 
 def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:
@@ -225,10 +234,36 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     )
 
 
+def refuse_pickling(*_: object) -> NoReturn:
+    """Refuse to pickle a prepared module, which has hooks and copies of weights.
+
+    Raises:
+        TrainingError: Always.
+    """
+    raise TrainingError(
+        "a prepared model cannot be pickled (torch.save); use engine.export(directory) or "
+        "engine.save(directory), or save its state_dict()"
+    )
+
+
+class _OutputCast:
+    """A forward hook that casts outputs; modules with it can be copied, but not pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._cast = floating_point_cast(dtype)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(self._cast, output)
+
+    def __deepcopy__(self, memo: object) -> _OutputCast:
+        return self
+
+    __reduce_ex__ = refuse_pickling
+
+
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Register a hook that casts floating-point outputs of a module."""
-    cast = floating_point_cast(dtype)
-    module.register_forward_hook(lambda _, args, output: map_tensors(cast, output))
+    module.register_forward_hook(_OutputCast(dtype))
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
