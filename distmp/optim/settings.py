@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.utils.annotations import consequential, dangerous
 
 # Schedules of distmp; others are import paths.
 SHAPES = ("cosine", "linear", "constant", "wsd")
+# The schedules that use a setting; the others refuse another value than its default.
+_USED_BY = {"decay_steps": ("wsd",), "final": ("cosine", "linear", "wsd")}
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,13 @@ class ScheduleConfig:
             value = getattr(self, name)
             valid = value is None or value >= 0
             require(valid, f"schedule.{name}", value, "use 0 or more updates, or null")
-        if self.decay_steps is not None and self.name != "wsd":
-            raise ConfigError(
-                "schedule.decay_steps",
-                self.decay_steps,
-                f"{self.name} does not use it; set schedule.name to wsd",
-            )
         require(0 <= self.final <= 1, "schedule.final", self.final, "use a share from 0 to 1")
+        is_known = self.name in SHAPES or ":" in self.name
+        for name, used_by in _USED_BY.items():
+            value, default = getattr(self, name), getattr(ScheduleConfig, name)
+            hint = f"does not use it; leave it out, or use {' or '.join(used_by)}"
+            valid = value == default or self.name in used_by or not is_known
+            require(valid, f"schedule.{name}", value, f"{self.name} {hint}")
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up updates of a run of `steps` steps."""
