@@ -42,9 +42,10 @@ def test_default_text_is_standard_library_indexed_quickly() -> None:
     first = (directory / data.train.files[0].name).read_bytes()[:256]
     assert bytes(data.train[0]["inputs"].tolist()) == first
     version = sysconfig.get_python_version()
+    share = len(data.validation) / (len(data.train) + len(data.validation))
     assert data.description == (
         f"standard library of Python {version}: samples for training: {len(data.train):,}, held "
-        f"out: {len(data.validation):,}"
+        f"out: {len(data.validation):,} ({share:.1%})"
     )
 
 
