@@ -299,7 +299,7 @@ def restore(engine: Engine, checkpoint: StoredCheckpoint) -> Progress:
 
     Args:
         engine: Receives the state.
-        checkpoint: Verified, as `find_checkpoint` returns it.
+        checkpoint: Verified, as `recovery.resolve` returns it.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
