@@ -54,6 +54,7 @@ class Owner:
         process: The process of rank 0.
         scheduler: Name of the scheduler's job, which it keeps when it is requeued; "" without one.
         requeues: How often that job was requeued.
+        run_directory: Path of the directory of the run; "" if it is not known.
     """
 
     job: str
@@ -61,6 +62,7 @@ class Owner:
     process: ProcessIdentity
     scheduler: str = ""
     requeues: int = 0
+    run_directory: str = ""
 
     def __str__(self) -> str:
         name = f" of job {self.scheduler}" if self.scheduler else ""

@@ -99,20 +99,16 @@ def save(
         state = manifest.encode(step, numbers, files, health, retention.best)
         final = _finish(directory, writing, state, files)
         tidy(directory, step, retention)
-        _report_mark(final, health.problem)
+        if health.problem is not None:
+            logger.warning(
+                "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and "
+                "--resume auto and rollbacks skip it",
+                final,
+                health.problem,
+            )
         return final.name
 
     return directory / storage.rank_0_or_checkpoint_error(ranks, goal, finish)
-
-
-def _report_mark(path: Path, problem: str | None) -> None:
-    if problem is not None:
-        logger.warning(
-            "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and --resume "
-            "auto and rollbacks skip it",
-            path,
-            problem,
-        )
 
 
 def _finish(

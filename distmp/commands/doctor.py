@@ -41,6 +41,9 @@ _SLOW = {
 _NO_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _OFF = ("", "0", "false", "no", "off")
 
+# The messages of a run are not about the machine.
+_FAILED_RUN = "after a failed run, see logs in its run directory, and `distmp report RUN_DIRECTORY`"
+
 _GPU_QUERY = (
     "name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,"
     "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_thermal_slowdown"
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     config = DoctorConfig.load(sys.argv[1:] if argv is None else argv)
     results = run_checks(config)
-    sys.stdout.write(_report(results) + "\n")
+    sys.stdout.write(f"{_report(results)}\n{_FAILED_RUN}\n")
     return int(any(result.status == "FAIL" for _, result in results))
 
 

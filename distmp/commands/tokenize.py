@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
         documents = _documents(arguments, unfinished / "cache")
         encoded = _encoded(documents, encoder, arguments, unfinished / "cache" / "ids.arrow")
         metadata = _write(encoded, encoder, unfinished)
+        problem = "no document has a token; name files with text"
+        require(metadata.tokens > 0, "INPUT", ", ".join(arguments.inputs), problem)
         metadata.write(unfinished)
     sys.stdout.write(
         f"{directory}: {metadata.documents:,} documents, {metadata.tokens:,} tokens of"
@@ -186,7 +188,9 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError("--to", str(directory), f"cannot be created: {error}") from error
+        raise ConfigError(
+            "--to", str(directory), f"cannot be created ({error.strerror})"
+        ) from error
     try:
         yield unfinished
         shutil.rmtree(unfinished / "cache")
@@ -247,6 +251,8 @@ def _files(name: str) -> list[Path]:
         files = [path]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")
     for file in files:
+        is_empty = file.suffix in _BY_SUFFIX and file.is_file() and not file.stat().st_size
+        require(not is_empty, "INPUT", str(file), "is empty; leave it out")
         if file.suffix == ".json":
             problem = "may be one document or one per line; rename it to .txt or .jsonl"
             raise ConfigError("INPUT", str(file), problem)
@@ -297,7 +303,6 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
             ids = np.concatenate(batch["ids"]).astype(dtype)
             tokens += len(ids)
             file.write(ids.tobytes())
-    require(tokens > 0, "INPUT", None, "no document has a token; name files with text")
     if encoder.directory is not None:
         # Runs copy it to the models that they export.
         (directory / huggingface_files.SUBDIRECTORY).mkdir()

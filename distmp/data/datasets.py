@@ -136,7 +136,10 @@ def _build_tokens(config: DataConfig) -> Datasets:
 def _described(name: str, train: Any, validation: Any, vocabulary_size: int | None) -> Datasets:
     sizes = [0 if data is None else length_of(data) for data in (train, validation)]
     of_train, of_validation = ("a stream" if size is None else f"{size:,}" for size in sizes)
-    text = f"{name}: samples for training: {of_train}, held out: {of_validation}"
+    # Whole text files are held out, so the share may differ from `data.held_out`.
+    size, held_out = sizes
+    share = f" ({held_out / (size + held_out):.1%})" if size and held_out else ""
+    text = f"{name}: samples for training: {of_train}, held out: {of_validation}{share}"
     return Datasets(train, validation, vocabulary_size, text)
 
 

@@ -161,7 +161,7 @@ class OverflowReport:
             `forward`: the loss is not finite, in the step and in its repetition;
             `scale_too_high`: gradients are finite at a lower scale;
             `range_too_wide`: gradients do not fit float16 at any scale;
-            `backward`: a finite loss has non-finite gradients, and there is no loss scale;
+            `backward`: a finite loss has non-finite gradients, and no loss scale helps;
             `reduction`: the gradients of each rank are finite, but their sum or norm is not;
             `not_repeated`: the overflow did not recur when the step was repeated.
         diagnosis: The cause and its location, as text.
@@ -374,8 +374,8 @@ def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) ->
     if origin is None:
         return "look for an overflow or a division by zero in the loss function"
     if context.is_fp16:
-        return f"no loss scale helps if activations exceed the range of float16; {_USE_BF16}"
-    return "lower optim.lr or optim.max_norm, or look for a division by zero in that module"
+        return f"{_IF_DIVERGING}{_USE_BF16}: no loss scale widens the range of activations"
+    return "lower the learning rate or max_norm, or look for a division by zero in that module"
 
 
 def _origin(origin: ForwardOverflow | None) -> str:
@@ -410,27 +410,31 @@ def _backward(
     if not bad:
         return None
     first, *_ = next(iter(bad.values()))
-    cause, text, advice = _backward_cause(context, fitting, lost)
+    has_inf = any(entry.inf for entries in bad.values() for entry in entries)
+    cause, text, advice = _backward_cause(context, fitting, lost, has_inf=has_inf)
     finite = f", largest finite {first.largest_finite:.3g}" if first.largest_finite else ""
     place = f"; first in the gradient of {first.name!r} ({first.inf} inf, {first.nan} NaN{finite})"
     return OverflowReport(cause, text + place, advice, tuple(bad), first.microbatch, first.module)
 
 
 def _backward_cause(
-    context: OverflowContext, fitting: float | None, lost: float | None
+    context: OverflowContext, fitting: float | None, lost: float | None, *, has_inf: bool
 ) -> tuple[Cause, str, str]:
     """Return cause, text and advice for a finite loss with non-finite gradients."""
     if not context.is_fp16:
         text = "the loss is finite, but its gradient is not, and there is no loss scale to lower"
         return "backward", text, _LOOK_FOR_DIVISION
-    wide = "the range of the gradients is too wide for float16"
+    wide, lowest = "the range of the gradients is too wide for float16", _scale(context.lowest)
+    if fitting is None and not has_inf:
+        text = f"the loss is finite, but its gradient is NaN, even at loss scale {lowest}"
+        return "backward", text, f"{_LOOK_FOR_DIVISION}; without one, {_USE_BF16}"
     if fitting is None:
-        text = f"{wide}: they overflow even at loss scale {_scale(context.lowest)}"
-        advice = f"{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"
+        text = f"{wide}: they overflow even at loss scale {lowest}"
+        advice = f"{_IF_DIVERGING}{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"
         return "range_too_wide", text, advice
     if lost is not None and lost > MOST:
         text = f"{wide}: they fit at loss scale {_scale(fitting)}, where {lost:.0%} become zero"
-        return "range_too_wide", text, _USE_BF16
+        return "range_too_wide", text, f"{_IF_DIVERGING}{_USE_BF16}"
     text = (
         f"loss scale {_scale(context.scale)} was too high: the parameters' gradients fit at "
         f"{_scale(fitting)}"
@@ -439,14 +443,15 @@ def _backward_cause(
 
 
 _USE_BF16 = "use a bf16 policy"
+_IF_DIVERGING = "if the loss was rising, lower the learning rate; otherwise "
 _LOOK_FOR_DIVISION = "look for a division by zero or the root of zero in that module"
 
 
 def _how_to_lower(floor: float | None, fitting: float) -> str:
     if floor is None:
-        return "lower precision.loss_scale.init, or make the scale dynamic"
+        return "lower the loss scale (init), or make it dynamic"
     if fitting < floor:
-        return f"lower min_scale = {floor:g}, or {_USE_BF16}"
+        return f"{_IF_DIVERGING}lower min_scale = {floor:g}, or {_USE_BF16}"
     return "nothing to do: the loss scale is lowered automatically"
 
 
@@ -465,7 +470,7 @@ def _reduction(evidence: Evidence) -> OverflowReport | None:
         "reduction",
         f"the gradients of each rank are finite, up to {largest:.3g}, but their sum is beyond "
         "float32",
-        "lower optim.lr, or a loss scale that is set too high",
+        "lower the learning rate, or a loss scale that is set too high",
         ranks,
     )
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from distmp.engine.low_precision_matmuls import MatmulStatistics
-from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
+from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice, describe_spike
 from distmp.engine.parts import EngineParts
 from distmp.errors import listed
 from distmp.quantization.layers import LowPrecisionLayers
@@ -28,7 +28,9 @@ def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
 
 
 class SkipMessages:
-    """Describes skipped steps and dropped microbatches, one message for steps in a row.
+    """Describes skipped steps, spikes and dropped microbatches.
+
+    Skips and drops of steps in a row have one message.
 
     Args:
         scale_is_dynamic: Whether an overflow lowers the loss scale.
@@ -54,6 +56,8 @@ class SkipMessages:
             in_a_row = numbers.skipped_in_a_row
             row = f" (the last of {in_a_row} in a row)" if in_a_row > 1 else ""
             return f"step {step} was skipped{row}: {self._reason(outcome)}"
+        if numbers.spike:
+            return f"step {step}: {describe_spike(numbers)}"
         if not numbers.dropped:
             return None
         continues, self._dropped_in = step - self._dropped_in in (0, 1), step
@@ -130,7 +134,11 @@ class CompletedSteps:
             return
         self.check_ranks_agree(completed)
         yield from self._of_calls(completed.matmul_statistics)
-        if not self.is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
+        if self.is_checked:
+            return
+        if completed.read("spike") and not completed.read("skipped"):
+            yield str(self._skips.message(completed))
+        if completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)
             yield (
                 f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; "
@@ -159,7 +167,7 @@ class CompletedSteps:
             )
 
     def log_skip(self, outcome: StepOutcome) -> None:
-        """Log on rank 0 that a step was skipped, or microbatches were dropped; waits for it."""
+        """Log on rank 0 that a step was skipped, was a spike, or dropped microbatches; waits."""
         message = self._skips.message(outcome)
         if message is not None and self._parts.setup.world.rank == 0:
             logger.warning(message)

@@ -257,7 +257,7 @@ class Engine:
         """
         with self.batches.explaining(), self._calls.call("step", waits=False):
             batches = self._checked_together(microbatches, count)
-            self.batches.add(batches)
+            self.batches.add(self._state.steps + 1, batches)
             if isinstance(stop, str):  # every text would count as True
                 raise ConfigError("stop", stop, "use True or False")
             first_step = None if self._first_step.is_done else self._first_step
@@ -330,9 +330,9 @@ class Engine:
 
         Args:
             outcome: The outcome of a step.
-            log: Log a warning on rank 0 when a step was skipped or microbatches were dropped, once
-                for steps in a row. With a dynamic loss scale and a finite loss, only the third
-                skipped step in a row is logged.
+            log: Log a warning on rank 0 when a step was a spike, and once for steps in a row that
+                were skipped or dropped microbatches. With a dynamic loss scale and a finite loss,
+                only the third skipped step in a row is logged.
 
         Raises:
             ConfigError: On all ranks, if they took the step with different settings.

@@ -160,14 +160,23 @@ def advice(numbers: StepNumbers) -> str:
         )
     if numbers.spike:
         return (
-            f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "
-            f"{numbers.grad_norm:.4g} (limit {numbers.norm_limit:.4g}); lower optim.lr, or raise "
-            "divergence.threshold if such steps are normal in this run"
+            f"{describe_spike(numbers)}; lower the learning rate, or raise the threshold of "
+            "divergence if such steps are normal in this run"
         )
     return (
-        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite, use a "
-        "bf16 policy or a lower min_scale; otherwise lower optim.lr"
+        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss was rising, "
+        "lower the learning rate; otherwise use a bf16 policy or a lower min_scale"
     )
+
+
+def describe_spike(numbers: StepNumbers) -> str:
+    """Return which of loss and norm are above their limits."""
+    parts = []
+    if numbers.loss > numbers.loss_limit:
+        parts.append(f"loss {numbers.loss:.4g} is above its limit of {numbers.loss_limit:.4g}")
+    if numbers.grad_norm > numbers.norm_limit:
+        parts.append(f"norm {numbers.grad_norm:.4g} is above its limit of {numbers.norm_limit:.4g}")
+    return " and ".join(parts)
 
 
 @dataclass(frozen=True)

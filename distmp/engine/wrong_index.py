@@ -38,20 +38,18 @@ class LatestBatches:
         after_step: Whether to keep them after their step, for a device that reports errors later.
 
     Attributes:
-        name: How messages call the next step; "" counts the steps.
+        name: How messages call the next step; "" for its number.
     """
 
     def __init__(self, model: nn.Module, rank: int, *, after_step: bool) -> None:
         self.name = ""
         self._model, self._rank = model, rank
         self._after_step = after_step
-        self._count = 0
         self._steps: deque[tuple[str, Sequence[Any]]] = deque(maxlen=_STEPS_KEPT)
 
-    def add(self, microbatches: Sequence[Any]) -> None:
-        """Keep the microbatches of the next step."""
-        self._count += 1
-        self._steps.append((self.name or f"step {self._count}", microbatches))
+    def add(self, step: int, microbatches: Sequence[Any]) -> None:
+        """Keep the microbatches of the next step, which has this number."""
+        self._steps.append((self.name or f"step {step}", microbatches))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

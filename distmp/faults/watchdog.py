@@ -65,13 +65,11 @@ class Ending:
 
     Attributes:
         rank: The rank that failed, is gone, or detected a hang.
-        step: The current step, or 0 before the first one.
         cause: The cause in one line.
         exit_code: Exit code of that rank.
     """
 
     rank: int
-    step: int
     cause: str
     exit_code: int
 
@@ -181,7 +179,7 @@ class Watchdog(RankMonitor):
 
     def _end_for(self, rank: int, cause: str) -> bool:
         """End the run because a rank is lost; return whether this rank was the first to do so."""
-        is_first = self.end_run(Ending(rank, self._phase.now.step, cause, LOST_PEER_EXIT_CODE))
+        is_first = self.end_run(Ending(rank, cause, LOST_PEER_EXIT_CODE))
         if is_first:
             print_message(cause)
         return is_first
@@ -340,8 +338,7 @@ class Watchdog(RankMonitor):
         if silent:  # when they made progress is not known
             idle = min(idle, time.monotonic() - self._progress_at)
         report = hang_report.report(idle, answers, silent, self.world_size, pending)
-        step = self._phase.now.step
-        ending = Ending(self.rank, step, report.summary, HANG_EXIT_CODE)
+        ending = Ending(self.rank, report.summary, HANG_EXIT_CODE)
         if self.end_run(ending):
             print_message(report.text)
             record(report.summary)

@@ -22,7 +22,8 @@ from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, han
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError, require
 from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import Network, address_of, join_port
-from distmp.launcher.plan import UserOptions, log, random_port
+from distmp.launcher.orderly_stop import cause_of_stop
+from distmp.launcher.plan import UserOptions, log, random_port, refuse_port
 from distmp.masking import masked_text
 
 # Variables that are passed to the ranks on other machines.
@@ -172,6 +173,8 @@ def _rendezvous_options(
         options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
         )
+    else:
+        refuse_port(given, "set the port in --rdzv-endpoint HOST:PORT")
     if given.rdzv_id is None:
         options.append(ExplainedValue(f"--rdzv-id={run_id}", "random, new for every launch"))
     return tuple(options)
@@ -216,7 +219,7 @@ def run_on_hosts(plan: HostsPlan) -> int:
         failed = _wait(agents, plan.min_nodes)
     codes = {agent.process.returncode for agent in agents}
     if codes & _STOPPED and codes <= {0, *_STOPPED}:
-        log(f"stopped by {received[0].name}" if received else "stopped after a checkpoint")
+        log(f"stopped {cause_of_stop(received[0] if received else None, max(codes))}")
         return max(codes)
     if received.count(signal.SIGINT) > 1:
         log("stopped by SIGINT, without waiting for a checkpoint")

@@ -21,7 +21,7 @@ from distmp.distributed.rank_environment import STORE_VARIABLE
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.job import ExplainedValue, detect
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop
+from distmp.launcher.orderly_stop import OrderlyStop, cause_of_stop
 from distmp.launcher.plan import Endpoint, Plan, assignment, join_timeout_seconds, log, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, guarded
 from distmp.launcher.torchrun import check, parse, read
@@ -201,11 +201,14 @@ def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
         log(f"stopped by {number.name}")
         return 128 + number
     code = stop.exit_code()
-    how = f"by {stop.received.name}" if stop.received else "after a checkpoint"
+    how = cause_of_stop(stop.received, code)
     if stop.killed:
         log(f"stopped {how}; ranks that did not exit in time were killed")
     elif code in (STOPPED_EXIT_CODE, stopping.INTERRUPTED_EXIT_CODE):
-        log(f"stopped {how}; continue the run with --resume auto (exit code {code})")
+        log(
+            f"stopped {how}; continue the run with --resume auto, from its last checkpoint if it "
+            f"has one (exit code {code})"
+        )
     else:
         log(f"stopped {how}, and a rank failed with exit code {code}; see its messages above")
     return code

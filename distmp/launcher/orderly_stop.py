@@ -34,6 +34,20 @@ _EXIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
+def cause_of_stop(received: signal.Signals | None, exit_code: int) -> str:
+    """Return what stopped a launcher, as the end of "stopped ...".
+
+    Args:
+        received: The signal that the launcher received first; None if a rank stopped by itself.
+        exit_code: The exit code of the ranks.
+    """
+    if received is not None:
+        return f"by {received.name}"
+    # A KeyboardInterrupt in the code of a rank ends it immediately, SIGINT after a checkpoint.
+    interrupted = exit_code == INTERRUPTED_EXIT_CODE
+    return "by SIGINT or KeyboardInterrupt in a rank" if interrupted else "after a checkpoint"
+
+
 class OrderlyStop:
     """Stops the ranks of this process after a checkpoint, inside a `with` block around torchrun.
 

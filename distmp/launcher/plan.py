@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.launcher.job import ExplainedValue, Job, Variables
 from distmp.launcher.network import (
     Network,
@@ -173,10 +173,10 @@ def make_plan(
     if given.ranks is None:
         options.append(ExplainedValue(f"--nproc-per-node={ranks.value}", ranks.reason))
     plan = Plan(job, tuple(options), given.arguments, _threads(cores, ranks.value, variables))
-    if given.own_rendezvous == "standalone":
-        return _on_loopback(plan, given, network, variables)
     if given.own_rendezvous is not None:
-        return plan
+        refuse_port(given, f"--{given.own_rendezvous.replace('_', '-')} sets the port")
+        is_alone = given.own_rendezvous == "standalone"
+        return _on_loopback(plan, given, network, variables) if is_alone else plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
     if nodes is None and job.environment != "local":
         raise ConfigError(
@@ -188,6 +188,7 @@ def make_plan(
     one = nodes in (None, 1)
     # With port 0, torchrun uses any free port.
     if one and (given.rdzv_endpoint is None or given.rdzv_endpoint.strip().endswith(":0")):
+        refuse_port(given, "with one machine, torchrun uses a free port")
         if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
         return _on_loopback(plan, given, network, variables)
@@ -201,6 +202,15 @@ def make_plan(
             "remove --rdzv-endpoint",
         )
     return plan
+
+
+def refuse_port(given: UserOptions, why: str) -> None:
+    """Refuse `--port` where it would have no effect.
+
+    Raises:
+        ConfigError: If it is set.
+    """
+    require(given.port is None, "--port", given.port, f"has no effect; {why}")
 
 
 def _on_loopback(plan: Plan, given: UserOptions, network: Network, variables: Variables) -> Plan:
@@ -282,8 +292,7 @@ def _with(plan: Plan, *options: ExplainedValue[str]) -> Plan:
 
 def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
     if given.rdzv_endpoint is not None:
-        if given.port is not None:
-            raise ConfigError("--port", given.port, "set the port in --rdzv-endpoint HOST:PORT")
+        refuse_port(given, "set the port in --rdzv-endpoint HOST:PORT")
         host, port = split_endpoint(given.rdzv_endpoint)
         return ExplainedValue(host, "--rdzv-endpoint"), ExplainedValue(
             port or _DEFAULT_PORT, "--rdzv-endpoint"

@@ -11,6 +11,8 @@ from distmp.utils.annotations import consequential, dangerous
 
 # Schedules of distmp; others are import paths.
 SHAPES = ("cosine", "linear", "constant", "wsd")
+# The schedules that use a setting; the others refuse another value than its default.
+_USED_BY = {"decay_steps": ("wsd",), "final": ("cosine", "linear", "wsd")}
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,13 @@ class ScheduleConfig:
             value = getattr(self, name)
             valid = value is None or value >= 0
             require(valid, f"schedule.{name}", value, "use 0 or more updates, or null")
-        problem = f"{self.name} does not use it; set schedule.name to wsd"
-        used = self.decay_steps is None or self.name == "wsd"
-        require(used, "schedule.decay_steps", self.decay_steps, problem)
         require(0 <= self.final <= 1, "schedule.final", self.final, "use a share from 0 to 1")
+        is_known = self.name in SHAPES or ":" in self.name
+        for name, used_by in _USED_BY.items():
+            value, default = getattr(self, name), getattr(ScheduleConfig, name)
+            hint = f"does not use it; leave it out, or use {' or '.join(used_by)}"
+            valid = value == default or self.name in used_by or not is_known
+            require(valid, f"schedule.{name}", value, f"{self.name} {hint}")
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up updates of a run of `steps` steps."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
@@ -34,7 +33,6 @@ from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
-from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
 from distmp.utils.generators import generators_kept
 
@@ -296,35 +294,12 @@ def training_batches(
             yield step.microbatches
 
 
-def find_checkpoint(
-    config: RunConfig, directory: RunDirectory | None = None
-) -> StoredCheckpoint | None:
-    """Return the checkpoint to continue from, verified, or None for a run from scratch.
-
-    Collective over all ranks. Damaged checkpoints are logged and skipped.
-
-    Args:
-        config: The configuration of the run.
-        directory: The directory of the run, for `resume: auto`; None: the newest one.
-
-    Raises:
-        CheckpointError: If `resume` names a checkpoint that is missing or damaged.
-    """
-    if config.resume is None:
-        return None
-    place = config.checkpoint.path
-    if directory is None:
-        first = RunDirectory(Path(config.run_dir), place)
-        directory = latest_run(config.run_dir, place) or first
-    return recovery.resolve(config.resume, directory.checkpoints)
-
-
 def restore(engine: Engine, checkpoint: StoredCheckpoint) -> Progress:
     """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
         engine: Receives the state.
-        checkpoint: Verified, as `find_checkpoint` returns it.
+        checkpoint: Verified, as `recovery.resolve` returns it.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.

@@ -122,7 +122,7 @@ def _report_once(
 ) -> int:
     """Print `text`, unless another rank has reported why the run ends."""
     cause = " ".join(cause.split())
-    ending = Ending(environment.rank, current_phase.now.step, cause, exit_code)
+    ending = Ending(environment.rank, cause, exit_code)
     if not _is_first(environment, error, ending):
         if isinstance(error, SetupError) and environment.rank >= environment.local_world_size:
             _wait_for_watchdog(lambda watchdog: watchdog.ending() is not None)
@@ -159,7 +159,7 @@ def _lost(environment: RankEnvironment) -> int:
         f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
         "rank, which left no message"
     )
-    ending = Ending(environment.rank, current_phase.now.step, cause, LOST_PEER_EXIT_CODE)
+    ending = Ending(environment.rank, cause, LOST_PEER_EXIT_CODE)
     known = _wait_for_watchdog(
         lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
     )

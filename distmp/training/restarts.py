@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from distmp.checkpoint.loading import StoredCheckpoint
+from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
 from distmp.distributed.orphans import is_orphan
-from distmp.errors import TrainingError
+from distmp.errors import TrainingError, listed
 from distmp.faults.watchdog import ending_of
+from distmp.masking import is_masked, masked
 from distmp.telemetry.records import RecordError, read_records
 from distmp.training.run_directory import RunDirectory
+from distmp.training.run_fingerprint import to_json
+from distmp.utils.settings import flat, from_mapping, to_mapping
+
+logger = logging.getLogger("distmp")
 
 # A run is not restarted after this many consecutive starts that completed no further step.
 RESTARTS_WITHOUT_GAIN = 3
@@ -42,9 +50,6 @@ class Restarts:
         max_restarts: Restarts after a failure that each machine is allowed.
         world_size: Number of ranks.
         checkpoint_path: Setting `checkpoint.path`.
-
-    Attributes:
-        directory: The directory of the run in earlier attempts; None if they made none.
     """
 
     store: rendezvous_store.Store | None
@@ -57,8 +62,6 @@ class Restarts:
         self._values = None
         if self.store is not None:
             self._values = rendezvous_store.PrefixStore("distmp/job", self.store)
-        path = self._stored_value("directory") if self.count > 0 else None
-        self.directory = None if path is None else RunDirectory(Path(path), self.checkpoint_path)
 
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
@@ -69,6 +72,39 @@ class Restarts:
         kept = rendezvous_store.is_hosted_by_agent()
         store = rendezvous_store.connect(REJOIN_SECONDS) if kept else None
         return cls(store, count, max_restarts, world_size, checkpoint_path)
+
+    @cached_property
+    def directory(self) -> RunDirectory | None:
+        """The directory of the run in earlier attempts; None if they made none."""
+        path = self._stored_value("directory") if self.count > 0 else None
+        return None if path is None else RunDirectory(Path(path), self.checkpoint_path)
+
+    def configuration(self, config: RunConfig, rank: int) -> RunConfig:
+        """Return the configuration of the first attempt: its file may have changed since then.
+
+        Secrets are not stored, and keep their current values.
+
+        Args:
+            config: The configuration that this attempt has read.
+            rank: The rank of this process.
+        """
+        now = masked(to_json(config))
+        first = self._stored_value("configuration")
+        if first is None and rank == 0:
+            self._store_value("configuration", now)
+        if first in (None, now):
+            return config
+        if rank == 0:
+            before = flat(first)
+            changed = [name for name, value in flat(now).items() if before.get(name) != value]
+            logger.warning(
+                "the configuration has changed since this job started (%s); this restart continues "
+                "with the first one, and a new job uses the changed one",
+                listed(changed),
+            )
+        config = from_mapping(type(config), _revealed(first, to_mapping(config)))
+        self.checkpoint_path = config.checkpoint.path
+        return config
 
     def resumes(self) -> list[str] | None:
         """Return values of `resume` for the directory of earlier attempts; the first that exists.
@@ -184,6 +220,13 @@ class Restarts:
         if self._values is None or not self._values.check([key]):
             return None
         return json.loads(self._values.get(key))
+
+
+def _revealed(stored: Any, now: Any) -> Any:
+    """Return stored settings, with the values of `now` in place of hidden ones."""
+    if isinstance(stored, Mapping) and isinstance(now, Mapping):
+        return {name: _revealed(value, now.get(name)) for name, value in stored.items()}
+    return now if is_masked(stored) else stored
 
 
 def _last_step(directory: RunDirectory) -> int:

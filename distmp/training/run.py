@@ -156,18 +156,17 @@ class _Builder:
         """Claim the directory to continue, and return the checkpoint to continue from."""
         config = self.config
 
-        def claim() -> tuple[str | None, list[str] | None]:
+        def claim() -> tuple[str, list[str]]:
             assert self.choice is not None
             directory = self.choice.continued(self.restarts.directory)
-            return None if directory is None else str(directory.path), self.restarts.resumes()
+            is_new = config.resume is None or (config.resume == "auto" and directory is None)
+            first = [] if is_new else [str(config.resume)]
+            resumes = self.restarts.resumes()
+            path = config.run_dir if directory is None else str(directory.path)
+            return path, first if resumes is None else resumes
 
         path, resumes = self.world.ranks.from_rank_0(claim)
-        directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
-        if resumes is None:
-            if config.resume == "auto" and path is None:
-                return None
-            return components.find_checkpoint(config, directory)
-        assert directory is not None
+        directory = RunDirectory(Path(path), config.checkpoint.path)
         found = (recovery.resolve(resume, directory.checkpoints) for resume in resumes)
         return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 

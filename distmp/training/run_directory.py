@@ -25,7 +25,6 @@ from distmp.errors import ConfigError, DistmpError
 from distmp.masking import masked
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import PRIVATE, replacing
-from distmp.utils.settings import digest
 
 logger = logging.getLogger("distmp")
 
@@ -210,7 +209,6 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
         "restart": rendezvous_store.attempt(),
         "command": masked(sys.orig_argv),
         "working_directory": os.getcwd(),
-        "configuration_hash": digest(masked(configuration)),
         "configuration": masked(configuration),
         "versions": versions(),
         "code": revision(Path.cwd()),

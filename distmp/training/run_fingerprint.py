@@ -25,7 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import digest, flat, leaf_names, to_mapping, value_text
+from distmp.utils.settings import flat, leaf_names, to_mapping, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
@@ -133,10 +133,9 @@ def run_fingerprint(
         world: The ranks.
         policy: The resolved precision policy.
     """
-    configuration, installed = masked(to_json(config)), versions()
+    installed = versions()
     return {
-        "configuration": configuration,
-        "configuration_hash": digest(configuration),
+        "configuration": masked(to_json(config)),
         "data": identity(datasets),
         "ranks": {
             "number": world.world_size,

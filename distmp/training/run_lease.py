@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from distmp.checkpoint import lease as leases
@@ -66,7 +67,8 @@ class RunLease:
     def __init__(self, directory: RunDirectory, job: Owner) -> None:
         self.directory = directory
         self._run_dir = repr(str(directory.path))
-        self._leases = [Lease(path, job) for path in directory.leased_paths()]
+        owner = replace(job, run_directory=str(directory.path))
+        self._leases = [Lease(path, owner) for path in directory.leased_paths()]
         self._job = job
         self._released = threading.Event()
         self._warned = False
@@ -255,11 +257,28 @@ class DirectoryChoice:
             self.lease = None
 
     def _to_continue(self) -> RunDirectory | None:
-        """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
-        runs = run_directory.existing_runs(self._config.run_dir, self._config.checkpoint.path)
+        """Return the newest directory, but for a scheduler's job preferably the one it wrote to.
+
+        Raises:
+            ConfigError: If there are only checkpoints of other runs, of the same name.
+        """
+        config = self._config
+        runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
         if scheduler := self._job.scheduler:
-            runs = [run for run in runs if _scheduler_job(run) == scheduler] or runs
-        return runs[-1] if runs else None
+            of_job = [run for run in runs if _scheduler_job(run) == scheduler]
+            if of_job:
+                return of_job[-1]
+        own = [run for run in runs if _other_run(run) is None]
+        if runs and not own:
+            checkpoints = runs[-1].checkpoints
+            raise ConfigError(
+                "checkpoint.path",
+                config.checkpoint.path,
+                f"{checkpoints} has the checkpoints of the run {_other_run(runs[-1])}, and this is "
+                f"the run {runs[-1].path}; give it a run_dir with another last name, or continue "
+                f"that run with --resume {checkpoints}",
+            )
+        return own[-1] if own else None
 
     def _create(self) -> RunDirectory:
         """Create and claim a directory that no other job has used."""
@@ -288,6 +307,17 @@ class DirectoryChoice:
         lease = RunLease(directory, self._job)
         lease.claim(self._log, first=first)
         self.lease = lease
+
+
+def _other_run(run: RunDirectory) -> str | None:
+    """Return the directory of the run that wrote a run's checkpoints, if that is another one.
+
+    Below `checkpoint.path`, the checkpoints of runs in different places may have the same name.
+    """
+    owner = last_owner(run.checkpoints)
+    written_by = "" if owner is None else owner.run_directory
+    is_own = not written_by or Path(written_by).resolve() == run.path.resolve()
+    return None if is_own else written_by
 
 
 def _scheduler_job(run: RunDirectory) -> str | None:

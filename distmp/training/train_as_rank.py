@@ -56,6 +56,7 @@ def train_as_rank(
                 # If this rank ended first, the launcher would end rank 0 before it prints this.
                 failures.wait_to_be_ended()
         return given_up
+    config = restarts.configuration(config, environment.rank)
     log.start(_header(environment))
     quiet = environment.rank != 0
     stop = until_reported.enter_context(StopSignals())

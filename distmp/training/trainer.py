@@ -82,9 +82,8 @@ class Trainer(TrainingLoop):
     ) -> None:
         if restarts is None:
             restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
-        configured = world.ranks.all_or_none(
-            lambda: load_callbacks(parse_callbacks(config.callbacks))
-        )
+        entries = parse_callbacks(config.callbacks)
+        configured = world.ranks.all_or_none(lambda: load_callbacks(entries))
         self._users_callbacks = [*configured, *callbacks]
         world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))
         super().__init__(**vars(build_run(config, world, console, restarts)))
@@ -92,7 +91,8 @@ class Trainer(TrainingLoop):
         self.states = CallbackStates(quiet=world.rank != 0)
         self.checkpointing = Checkpointing(self, self.states)
         self.callbacks = in_order(self, self.checkpointing, self._users_callbacks)
-        self.states.register(self.callbacks)
+        options = [entry.options for entry in entries]
+        self.states.register(self.callbacks, dict(zip(map(id, configured), options, strict=True)))
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
@@ -136,18 +136,15 @@ class Trainer(TrainingLoop):
             # The last one that is pushed exits first.
             for callback in reversed(self._users_last()):
                 exits.push(self._exit_of(callback))
-            self._set_up_callbacks()
+            for callback in self._each("setup"):
+                callback.setup(self)
+            self.world.ranks.all_or_none(self.states.check)
+            if self.checkpoint is not None:
+                self._restore_callbacks(self.checkpoint)
+                self.checkpoint = None
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
-
-    def _set_up_callbacks(self) -> None:
-        for callback in self._each("setup"):
-            callback.setup(self)
-        self.world.ranks.all_or_none(self.states.check)
-        if self.checkpoint is not None:
-            self._restore_callbacks(self.checkpoint)
-            self.checkpoint = None
 
     def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
         """Load the states of callbacks. Collective over all ranks."""

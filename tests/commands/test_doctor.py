@@ -147,7 +147,9 @@ def test_healthy_machine_passes_all_checks(
     arguments = [f"--run-dir={tmp_path / 'runs' / 'new'}", "--precision.policy=bf16"]
     assert main([*arguments, "--strategy=single"]) == 0
     output = capsys.readouterr().out
-    assert output.count("\n") == output.count("PASS  ") == len(CHECKS)
+    *lines, after = output.splitlines()
+    assert len(lines) == output.count("PASS  ") == len(CHECKS)
+    assert "see logs in its run directory" in after
     # No file or directory was left behind.
     assert sorted(tmp_path.iterdir()) == before
 

@@ -168,7 +168,8 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
             ["in.jsonl", "--tokenizer=bytes", "--key=body"],
             "has no column 'body'; set --key to one of text",
         ),
-        (["empty", "--tokenizer=bytes"], "no document has a token"),
+        (["empty", "--tokenizer=bytes"], "INPUT = 'empty': no document has a token"),
+        (["void.jsonl", "--tokenizer=bytes"], "INPUT = 'void.jsonl': is empty; leave it out"),
         (["broken.jsonl", "--tokenizer=bytes"], "INPUT = 'broken.jsonl': cannot be read: "),
         (
             ["numbers.jsonl", "--tokenizer=bytes"],
@@ -200,6 +201,7 @@ def test_errors_are_one_message(
     Path("dead/b.txt").symlink_to("nowhere")
     Path("empty").mkdir()
     Path("empty/a.txt").touch()
+    Path("void.jsonl").touch()
     Path("broken.jsonl").write_text('{"text": ')
     Path("numbers.jsonl").write_text('{"text": 1}')
     Path("missing.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n{"text": "c"}\n')

@@ -42,9 +42,10 @@ def test_default_text_is_standard_library_indexed_quickly() -> None:
     first = (directory / data.train.files[0].name).read_bytes()[:256]
     assert bytes(data.train[0]["inputs"].tolist()) == first
     version = sysconfig.get_python_version()
+    share = len(data.validation) / (len(data.train) + len(data.validation))
     assert data.description == (
         f"standard library of Python {version}: samples for training: {len(data.train):,}, held "
-        f"out: {len(data.validation):,}"
+        f"out: {len(data.validation):,} ({share:.1%})"
     )
 
 
@@ -67,6 +68,8 @@ def test_new_files_keep_split_of_others(tmp_path: Path) -> None:
     before = build_datasets(config)
     text(tmp_path, {f"new_{i}.py": 50 for i in range(60)})
     after = build_datasets(config)
+    share = len(before.validation) / (len(before.validation) + len(before.train))
+    assert before.description.endswith(f"held out: {len(before.validation)} ({share:.1%})")
     assert {f.name for f in before.train.files} < {f.name for f in after.train.files}
     assert {f.name for f in before.validation.files} < {f.name for f in after.validation.files}
 
@@ -149,7 +152,7 @@ def test_last_tokens_are_held_out(tmp_path: Path) -> None:
     assert data.vocabulary_size == 65536
     assert data.train[len(data.train) - 1]["targets"][-1] == 891
     assert data.validation[0]["inputs"][0] == 900
-    assert data.description == f"tokens of {path}: samples for training: 99, held out: 11"
+    assert data.description == f"tokens of {path}: samples for training: 99, held out: 11 (10.0%)"
 
 
 def test_validation_from_file_or_none(tmp_path: Path) -> None:
@@ -275,7 +278,7 @@ def test_callable_gets_split_length_and_options() -> None:
     )
     data = build_datasets(config)
     assert (len(data.train), len(data.validation), data.vocabulary_size) == (25, 3, 17)
-    assert data.description == f"{HERE}:squares: samples for training: 25, held out: 3"
+    assert data.description == f"{HERE}:squares: samples for training: 25, held out: 3 (10.7%)"
     assert build_datasets(DataConfig(source=f"{HERE}:squares")).validation is None
 
 

@@ -18,6 +18,8 @@ from distmp.diagnosis.attribution import (
 )
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 
+IF_DIVERGING = "if the loss was rising, lower the learning rate; otherwise "
+
 
 def make_context(**changes: Any) -> OverflowContext:
     values: dict[str, Any] = {
@@ -74,8 +76,8 @@ def test_scale_too_high() -> None:
 @pytest.mark.parametrize(
     ("floor", "advice"),
     [
-        (None, "lower precision.loss_scale.init, or make the scale dynamic"),
-        (2.0**15, "lower min_scale = 32768, or use a bf16 policy"),
+        (None, "lower the loss scale (init), or make it dynamic"),
+        (2.0**15, f"{IF_DIVERGING}lower min_scale = 32768, or use a bf16 policy"),
         (2.0**14, "nothing to do: the loss scale is lowered automatically"),
     ],
 )
@@ -96,7 +98,19 @@ def test_range_too_wide_at_the_lowest_scale() -> None:
     report = diagnose(ranks, make_context())
     assert (report.cause, report.fitting_scale, report.lost_share) == ("range_too_wide", None, None)
     assert "overflow even at loss scale 2^0" in report.diagnosis
-    assert report.advice.startswith("use a bf16 policy")
+    assert report.advice.startswith(f"{IF_DIVERGING}use a bf16 policy")
+
+
+def test_nan_without_inf_is_no_problem_of_range() -> None:
+    only_nan = overflow(inf=0)
+    stats = make_stats(parameters=[only_nan], largest_at_lowest=math.inf)
+    report = diagnose([stats], make_context())
+    assert report.cause == "backward"
+    assert "its gradient is NaN, even at loss scale 2^0" in report.diagnosis
+    assert report.advice.startswith("look for a division by zero or the root of zero")
+    # A lower scale helps: an activation's gradient has overflowed.
+    report = diagnose([dataclasses.replace(stats, largest_at_lowest=1.0)], make_context())
+    assert report.cause == "scale_too_high"
 
 
 @pytest.mark.parametrize(("small", "cause"), [(5, "range_too_wide"), (4, "scale_too_high")])
@@ -136,7 +150,7 @@ def test_overflow_in_forward_is_attributed(
     assert (report.module, report.microbatch, report.ranks) == (module, 1, (0, 2))
     assert not report.one_rank_only
     assert ("loss function" in report.advice) == (origin is None)
-    assert ("use a bf16 policy" in report.advice) == (origin is not None)
+    assert (f"{IF_DIVERGING}use a bf16 policy" in report.advice) == (origin is not None)
 
 
 SUSPECTS = ("changed in place", "a race or a non-deterministic operation", "memory or hardware")

@@ -528,7 +528,7 @@ def test_a_static_scale_gives_up_after_too_many_skips(attribution: bool) -> None
         engine.check(outcome)
     message = str(caught.value)
     assert message.startswith("max_consecutive_skips = 3: that many steps in a row")
-    assert ("lower precision.loss_scale.init" in message) == attribution
+    assert ("lower the loss scale (init)" in message) == attribution
     assert ("'head.weight'" in message) == attribution
 
 

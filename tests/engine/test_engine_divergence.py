@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -137,4 +138,22 @@ def test_consecutive_skipped_spikes_end_the_run() -> None:
     message = str(caught.value)
     assert message.startswith("max_consecutive_skips = 3: that many steps in a row")
     assert "were skipped as spikes" in message
-    assert "lower optim.lr, or raise divergence.threshold" in message
+    assert "lower the learning rate, or raise the threshold of divergence" in message
+    # Names of the trainer's settings mean nothing in a custom training loop.
+    assert "optim.lr" not in message
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_spike_is_reported_in_custom_loop(checked: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(divergence=DivergenceConfig(on_spike="warn", warmup_steps=4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(8):
+            factor = 100.0 if number == 6 else 1.0
+            batches = [batch._replace(factor=factor) for batch in microbatches(number, SIZES[:1])]
+            outcome = engine.step(batches)
+            if checked:
+                engine.check(outcome)
+    messages = [*caplog.messages, *(str(warning.message) for warning in caught)]
+    (message,) = [text for text in messages if "is above its limit of" in text]
+    assert message.startswith("step 7: ")

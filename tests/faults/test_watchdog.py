@@ -312,8 +312,8 @@ def test_stopped_and_continued_process_does_not_hang() -> None:
 def test_first_cause_is_kept() -> None:
     first, second = watch_all(2)
     assert first.ending() is None
-    assert second.end_run(Ending(1, 3, "first cause", 1))
-    assert not first.end_run(Ending(0, 3, "second cause", 1))
+    assert second.end_run(Ending(1, "first cause", 1))
+    assert not first.end_run(Ending(0, "second cause", 1))
     ending = first.ending()
     assert ending is not None
     assert (ending.rank, ending.cause) == (1, "first cause")

@@ -258,6 +258,21 @@ def test_suspended_rank_is_continued_then_killed(
     assert not any(map(psutil.pid_exists, ranks))
 
 
+@pytest.mark.parametrize(
+    ("received", "code", "cause"),
+    [
+        (signal.SIGTERM, 75, "by SIGTERM"),
+        (None, 75, "after a checkpoint"),
+        # A KeyboardInterrupt in a rank writes no checkpoint.
+        (None, 130, "by SIGINT or KeyboardInterrupt in a rank"),
+    ],
+)
+def test_stop_without_checkpoint_claims_none(
+    received: signal.Signals | None, code: int, cause: str
+) -> None:
+    assert orderly_stop.cause_of_stop(received, code) == cause
+
+
 def test_rank_that_ends_first_does_not_delay_signals_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -258,6 +258,12 @@ def test_single_machine_opens_given_endpoint(
     assert (endpoint.port, endpoint.is_host, endpoint.min_nodes) == (4321, True, 1)
 
 
+@pytest.mark.parametrize("own", [None, "standalone", "master_addr"])
+def test_port_without_effect_is_refused(own: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"--port = 3: has no effect; "):
+        plan(LOCAL, UserOptions(port=3, own_rendezvous=own))
+
+
 def test_single_machine_accepts_port_0() -> None:
     given = UserOptions(arguments=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
     planned = plan(LOCAL, given)

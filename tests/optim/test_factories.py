@@ -210,6 +210,7 @@ def test_schedule_shapes_agree_with_formulas(name: str, final: float, warmup_ste
     expected = [peak * (step + 1) / (warmup_steps + 1) for step in range(warmup_steps)]
     expected += [shape(update) for update in range(length)]
     decay = 4 if name == "wsd" else None
+    final = 0.1 if name == "constant" else final
     config = ScheduleConfig(name, warmup_steps=warmup_steps, final=final, decay_steps=decay)
     assert rates_of(config) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
@@ -260,6 +261,9 @@ def test_schedules_keep_ratio_of_group_rates() -> None:
         ({"name": "StepLR"}, r"schedule\.name = 'StepLR': .*import path"),
         ({"name": "cosine", "options": {"a": 1}}, r"schedule\.options = .*'cosine' takes none"),
         ({"name": "linear", "decay_steps": 3}, r"schedule\.decay_steps = 3: linear does not use"),
+        ({"name": "constant", "final": 0.0}, r"schedule\.final = 0\.0: constant does not use it"),
+        ({"name": "m:f", "final": 0.0}, r"schedule\.final = 0\.0: m:f does not use it"),
+        ({"name": "cosinus", "final": 0.0}, r"did you mean 'cosine'\?"),
         ({"name": "wsd", "decay_steps": -3}, r"schedule\.decay_steps = -3"),
         ({"name": "wsd", "decay_steps": 10**6}, "is more than the run has"),
         ({"warmup_steps": -1}, r"schedule\.warmup_steps = -1"),

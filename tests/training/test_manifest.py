@@ -21,7 +21,6 @@ from distmp.telemetry.records import read_records
 from distmp.train import main
 from distmp.training.run_directory import append_start, read_starts, record_start, revision
 from distmp.training.run_fingerprint import changes_since
-from distmp.utils.settings import digest
 from tests.ranks import run_ranks
 from tests.telemetry.test_trackers import Recorder
 from tests.torchrun import tiny
@@ -39,7 +38,6 @@ def test_manifest_describes_start_of_several_ranks(tmp_path: Path) -> None:
     first, second = read_starts(path)
     assert (first["configuration"], second["configuration"]) == ({"steps": 1}, {"steps": 2})
     assert (first["first_step"], second["first_step"]) == (0, 1)
-    assert first["configuration_hash"] == digest({"steps": 1}) != second["configuration_hash"]
     host = socket.gethostname()
     assert first["ranks"] == [{"host": host, "pid": pid, "device": "cpu"} for pid in pids]
     assert first["versions"].keys() == {"python", "distmp", "torch", "nccl", "accelerate"}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from distmp.checkpoint import saving
 from distmp.checkpoint.loading import StoredCheckpoint
+from distmp.checkpoint.settings import CheckpointConfig
 from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
@@ -28,6 +29,7 @@ from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_atte
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
+from distmp.optim.settings import OptimizerConfig
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
@@ -247,6 +249,21 @@ def test_restarted_run_continues_only_in_its_directory(tmp_path: Path) -> None:
     assert attempt(memory, 2).resumes() == ["auto"]
 
 
+def test_restart_uses_first_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    memory, place = HashStore(), CheckpointConfig(path="/first")
+    secret = OptimizerConfig(options={"api_key": "hidden"})
+    first = RunConfig(steps=7, checkpoint=place, optim=secret)
+    assert attempt(memory, 0).configuration(first, 0) is first
+    assert "hidden" not in str(attempt(memory, 1)._stored_value("configuration"))
+    assert attempt(memory, 1).configuration(first, 1) is first
+    assert not caplog.messages
+    changed = replace(first, steps=9, checkpoint=CheckpointConfig(path="/second"))
+    again = attempt(memory, 2)
+    assert again.configuration(changed, 0) == first
+    assert again.checkpoint_path == "/first"
+    assert "changed since this job started (steps, checkpoint.path)" in caplog.text
+
+
 def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:
     """A run that resumed from an earlier checkpoint does not jump to a later one."""
     run = create_run(str(tmp_path / "run"))
@@ -280,7 +297,7 @@ def test_cause_of_last_attempt_is_reported(tmp_path: Path) -> None:
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
     store = PrefixStore("peers", for_attempt(memory, 0))
-    Watchdog(store, RankEnvironment(1, 1, 2, 2), 9, 9).end_run(Ending(1, 4, "a cause", 1))
+    Watchdog(store, RankEnvironment(1, 1, 2, 2), 9, 9).end_run(Ending(1, "a cause", 1))
     assert (
         attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
     )

@@ -15,6 +15,7 @@ import pytest
 
 from distmp.checkpoint import lease as leases
 from distmp.checkpoint.lease import Lease, Owner
+from distmp.checkpoint.settings import CheckpointConfig
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -241,6 +242,31 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
         directory = chosen.final(None)
         (directory.path / "checkpoints").mkdir()
     return directory
+
+
+def test_run_does_not_continue_from_checkpoints_of_another_run(tmp_path: Path) -> None:
+    """Two runs of the same name in different places, with one `checkpoint.path`."""
+    place = CheckpointConfig(path=str(tmp_path / "shared"))
+
+    def chosen(project: str, resume: str | None) -> DirectoryChoice:
+        config = RunConfig(run_dir=str(tmp_path / project / "run"), resume=resume, checkpoint=place)
+        return DirectoryChoice(config, other(project), str)
+
+    first = chosen("first", None)
+    assert first.final(None).checkpoints == tmp_path / "shared" / "run"
+    first.release()
+    message = f"shared/run has the checkpoints of the run {tmp_path}/first/run, and this is the run"
+    with pytest.raises(ConfigError, match=message):
+        chosen("second", "auto").continued(None)
+    second = chosen("second", None)
+    assert second.final(None).checkpoints == tmp_path / "shared" / "run-2"
+    second.release()
+    for project, name in (("first", "run"), ("second", "run-2")):
+        again = chosen(project, "auto")
+        continued = again.continued(None)
+        assert continued is not None
+        assert continued.path == tmp_path / project / name
+        again.release()
 
 
 @pytest.mark.parametrize(("again", "directory"), [(("1", 1), "run"), (("3", 0), "run-2")])

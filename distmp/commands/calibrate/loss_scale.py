@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from distmp.checkpoint import recovery
 from distmp.config import RunConfig
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.replay import Probe
@@ -18,6 +20,7 @@ from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.settings import LossScaleConfig
 from distmp.training import components
+from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import counted, text_table
 
@@ -54,7 +57,12 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
-    checkpoint = components.find_checkpoint(config)
+    checkpoint = None
+    if config.resume is not None:
+        run = latest_run(config.run_dir, config.checkpoint.path) or RunDirectory(
+            Path(config.run_dir)
+        )
+        checkpoint = recovery.resolve(config.resume, run.checkpoints)
     engine = components.build_engine(
         config,
         parts,

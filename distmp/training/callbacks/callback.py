@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distmp.diagnosis.attribution import OverflowReport
-from distmp.engine.outcome import StepNumbers, StepOutcome
+from distmp.engine.outcome import StepNumbers, StepOutcome, describe_spike
 from distmp.engine.settings import DivergenceConfig
 from distmp.telemetry.measurements import StepTimer
 from distmp.training.run import Run
@@ -32,19 +32,10 @@ def action_for(numbers: StepNumbers, config: DivergenceConfig) -> SpikeAction | 
     if numbers.weight > 0 and not math.isfinite(numbers.loss):
         problem, action = f"the loss is {numbers.loss}", config.on_nonfinite_loss
     elif numbers.spike:
-        problem, action = _describe_spike(numbers), config.on_spike
+        problem, action = describe_spike(numbers), config.on_spike
     else:
         return None
     return None if action == "ignore" else SpikeAction(problem, action)
-
-
-def _describe_spike(numbers: StepNumbers) -> str:
-    parts = []
-    if numbers.loss > numbers.loss_limit:
-        parts.append(f"loss {numbers.loss:.4g} is above its limit of {numbers.loss_limit:.4g}")
-    if numbers.grad_norm > numbers.norm_limit:
-        parts.append(f"norm {numbers.grad_norm:.4g} is above its limit of {numbers.norm_limit:.4g}")
-    return " and ".join(parts)
 
 
 @dataclass

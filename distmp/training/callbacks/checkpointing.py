@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def _skips_message(step: int, applied: int, skipped_total: int, skipped: int) ->
 
 # Note [State of callbacks in checkpoints]
 # Tensors are stored as `callbacks/NAME/KEY`, other values in the numbers of the checkpoint. NAME is
-# the name of the class, with a number if several callbacks have the same class name.
+# the name of the class. If several callbacks have the same one, their options follow it, so that
+# another order in the configuration does not exchange their states, and then a number.
 PREFIX = "callbacks/"
 # Entry of a checkpoint's numbers.
 NUMBERS = "callbacks"
@@ -225,9 +227,14 @@ class CallbackStates:
         self._callbacks: dict[str, Callback] = {}
         self._quiet = quiet
 
-    def register(self, callbacks: Sequence[Callback]) -> None:
-        """Set the callbacks: all callbacks of the run, in the same order on every rank."""
-        self._callbacks = dict(_named(callbacks))
+    def register(self, callbacks: Sequence[Callback], options: Mapping[int, Any]) -> None:
+        """Set the callbacks: all callbacks of the run, in the same order on every rank.
+
+        Args:
+            callbacks: The callbacks.
+            options: The options of those of the setting `callbacks`, by `id`.
+        """
+        self._callbacks = dict(_named(callbacks, options))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors of all callbacks, by their names in a checkpoint."""
@@ -313,12 +320,18 @@ class CallbackStates:
         return states
 
 
-def _named(callbacks: Sequence[Callback]) -> Iterator[tuple[str, Callback]]:
-    counts: dict[str, int] = {}
+def _named(
+    callbacks: Sequence[Callback], options: Mapping[int, Any]
+) -> Iterator[tuple[str, Callback]]:
+    of_class = Counter(type(callback).__name__ for callback in callbacks)
+    used: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
-        counts[name] = counts.get(name, 0) + 1
-        yield name if counts[name] == 1 else f"{name}-{counts[name]}", callback
+        if of_class[name] > 1 and id(callback) in options:
+            text = json.dumps(options[id(callback)], sort_keys=True, default=str)
+            name = f"{name} {text.replace('/', '|')}"
+        used[name] += 1
+        yield name if used[name] == 1 else f"{name}-{used[name]}", callback
 
 
 def _stored_name(name: str, key: str) -> str:

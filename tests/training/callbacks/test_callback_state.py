@@ -127,8 +127,8 @@ def test_resumed_callback_states_agree_with_uninterrupted_run(tmp_path: Path) ->
         found, found_numbers = state(resumed)
         assert_same_bits(found, tensors)
         assert found_numbers == numbers
-        assert len(numbers["callbacks"]["History-2"]["losses"]) == 8
-        assert tensors["callbacks/History/rates"].shape == (8,)
+        assert len(numbers["callbacks"]["History {}"]["losses"]) == 8
+        assert tensors['callbacks/History {"factor": 0.5}/rates'].shape == (8,)
         assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
 
 
@@ -185,6 +185,31 @@ def test_checkpoint_with_other_callbacks_loads_with_one_message(tmp_path: Path) 
         f"{checkpoints / 'step-000007'}: the checkpoint has the state of Ema, Other, which this "
         "run does not have (callbacks)"
     )
+
+
+class Limit(Callback):
+    """Stores the path that it was built with."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.loaded = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["path"]
+
+
+@ranks(1)
+def test_states_of_one_class_follow_reordered_callbacks(tmp_path: Path) -> None:
+    entries = [{"name": f"{__name__}:Limit", "options": {"path": path}} for path in ("a/b", "c")]
+    values = {"ema": {}, "early_stopping": {}, "validation": {}}
+    finished(trainer(tmp_path / "run", **values, steps=3, callbacks=entries))
+    again = {**values, "steps": 4, "callbacks": entries[::-1], "resume": "auto"}
+    resumed = finished(trainer(tmp_path / "run", **again))
+    loaded = [callback.loaded for callback in resumed.callbacks if isinstance(callback, Limit)]
+    assert loaded == ["c", "a/b"]
 
 
 class Bad(Callback):
