@@ -601,7 +601,7 @@ def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
     Raises:
         ConfigError: If one has other keys than `name` and `options`, or values of other types.
     """
-    return parse_entries("callbacks", entries, _NOTATION)
+    return parse_entries("callbacks", entries)
 
 
 def _expanded(path: str | None) -> str | None:

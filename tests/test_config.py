@@ -8,7 +8,7 @@ import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
 from distmp.errors import ConfigError
-from distmp.utils.settings import from_mapping, leaf_names, setting_names
+from distmp.utils.settings import from_mapping, leaf_names, setting_annotations
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -112,7 +112,7 @@ def test_unusable_settings_are_refused_by_name(arguments: list[str], message: st
 
 def test_advice_names_existing_settings() -> None:
     """Advice for the name of a setting would never be printed."""
-    leaves, names = {*leaf_names(RunConfig)}, {*setting_names(RunConfig)}
+    leaves, names = {*leaf_names(RunConfig)}, {*setting_annotations(RunConfig)}
     assert leaves.isdisjoint(RunConfig.advice)
     for text in RunConfig.advice.values():
         written = re.findall(r"\b[a-z_]+\.[a-z_]+\b|(?<=set )[a-z_.]*[a-z_]", text)

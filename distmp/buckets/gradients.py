@@ -73,7 +73,7 @@ from distmp.buckets.used_parameters import UsedParameters, weights_used_once
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.comparison import check_same, describe_parameters
 from distmp.distributed.failing_together import explain_lost_peers
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.scaling.norms import CHUNK, chunk_norms
 
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
@@ -686,10 +686,8 @@ def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) 
     is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if bucket_bytes is not None and not (is_count and bucket_bytes > 0):
         raise ConfigError("bucket_bytes", bucket_bytes, "use an integer above 0, or None")
-    if reduce_dtype not in SUMMED_DTYPES:
-        raise ConfigError(
-            "reduce_dtype", reduce_dtype, "use torch.float32, torch.bfloat16 or torch.float16"
-        )
+    problem = "use torch.float32, torch.bfloat16 or torch.float16"
+    require(reduce_dtype in SUMMED_DTYPES, "reduce_dtype", reduce_dtype, problem)
 
 
 def _check_group(group: object) -> None:
@@ -701,24 +699,17 @@ def _check_group(group: object) -> None:
             f"reduces nothing, and there are {dist.get_world_size()} ranks; use "
             "torch.distributed.group.WORLD, or a group of this rank alone",
         )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            "group", group, "is not a process group; use torch.distributed.group.WORLD"
-        )
+    problem = "is not a process group; use torch.distributed.group.WORLD"
+    require(isinstance(group, dist.ProcessGroup | None), "group", group, problem)
 
 
 def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:
-    if world_size & (world_size - 1):
-        raise ConfigError(
-            "reproducible",
-            True,
-            f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ... "
-            "ranks",
-        )
-    if reduce_dtype != torch.float32:
-        raise ConfigError(
-            "reproducible",
-            True,
-            "cannot reduce in 16 bits: the rounding would depend on the number of ranks; use "
-            "reduce_dtype float32",
-        )
+    problem = (
+        f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ... ranks"
+    )
+    require(not world_size & (world_size - 1), "reproducible", True, problem)
+    problem = (
+        "cannot reduce in 16 bits: the rounding would depend on the number of ranks; use "
+        "reduce_dtype float32"
+    )
+    require(reduce_dtype == torch.float32, "reproducible", True, problem)

@@ -13,7 +13,7 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, brief
+from distmp.errors import ConfigError, brief, require
 
 # The loaders of this process, of which `step_of` finds the one that has yielded a list.
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
@@ -111,29 +111,22 @@ class DataLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse assignments, which a running iteration would ignore."""
-        if not name.startswith("_") and "_is_built" in vars(self):
-            raise ConfigError(
-                name,
-                brief(value),
-                "cannot be assigned; continue at a position with load_state_dict, and change "
-                "settings with another DataLoader(..., first_sample=loader.samples)",
-            )
+        problem = (
+            "cannot be assigned; continue at a position with load_state_dict, and change settings "
+            "with another DataLoader(..., first_sample=loader.samples)"
+        )
+        require(name.startswith("_") or "_is_built" not in vars(self), name, brief(value), problem)
         super().__setattr__(name, value)
 
     def _check_combinations(self) -> None:
-        if self.shuffle and is_stream(self.dataset):
-            raise ConfigError(
-                "shuffle",
-                True,
-                "an iterable dataset is read in its own order; shuffle it itself, for example by "
-                "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face",
-            )
-        if self._size is not None and self.batch_size > self._size:
-            raise ConfigError(
-                "batch_size",
-                self.batch_size,
-                f"is more than the {self._size:,} samples of an epoch; use a smaller batch",
-            )
+        problem = (
+            "an iterable dataset is read in its own order; shuffle it itself, for example by "
+            "dataset.shuffle(seed=0, buffer_size=1000) of Hugging Face"
+        )
+        require(not (self.shuffle and is_stream(self.dataset)), "shuffle", True, problem)
+        if self._size is not None:
+            problem = f"is more than the {self._size:,} samples of an epoch; use a smaller batch"
+            require(self.batch_size <= self._size, "batch_size", self.batch_size, problem)
 
     @property
     def samples(self) -> int:
@@ -186,24 +179,21 @@ class DataLoader:
 
     def _next_step(self) -> Step:
         if self._steps is None:
-            self._steps = self._open()
+            self._steps = steps(
+                self.dataset,
+                self._division(self.samples),
+                self._world,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                workers=self.workers,
+                collate_fn=self.collate_fn,
+                setting="dataset",
+            )
         try:
             return next(self._steps)
         except BaseException:
             self._steps = None  # the generator ended with the error
             raise
-
-    def _open(self) -> Generator[Step, None, None]:
-        return steps(
-            self.dataset,
-            self._division(self.samples),
-            self._world,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            workers=self.workers,
-            collate_fn=self.collate_fn,
-            setting="dataset",
-        )
 
     def _division(self, first_sample: int) -> Division:
         rank, world_size = self._world.rank, self._world.world_size
@@ -258,14 +248,12 @@ class DataLoader:
         _check_count("samples", state["samples"])
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):
-            if name in state and state[name] != own[name]:
-                raise ConfigError(
-                    name,
-                    own[name],
-                    f"the saved position is of an order of samples with {name} = {state[name]!r}, "
-                    "and would repeat some samples and leave out others; use the same dataset, "
-                    "seed and shuffle",
-                )
+            saved = state.get(name, own[name])
+            problem = (
+                f"the saved position is of an order of samples with {name} = {saved!r}, and would "
+                "repeat some samples and leave out others; use the same dataset, seed and shuffle"
+            )
+            require(saved == own[name], name, own[name], problem)
         if self._steps is not None:
             self._steps.close()
             self._steps = None

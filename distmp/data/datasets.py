@@ -149,33 +149,24 @@ def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
     Raises:
         ConfigError: If either side has less than one sample.
     """
+    _require_window("data.path", path, everything, samples=2)
     tokens, window = everything.last, config.sequence_length + 1
     split = tokens - round(tokens * config.held_out)
-    if tokens < 2 * window:
-        _refuse_short("data.path", path, tokens, window)
-    if not window <= split <= tokens - window:
-        raise ConfigError(
-            "data.held_out",
-            config.held_out,
-            f"of {tokens:,} tokens this leaves {split:,} for training and {tokens - split:,} held"
-            f" out, and one sample needs {window:,}; hold out another share, or 0",
-        )
+    problem = (
+        f"of {tokens:,} tokens this leaves {split:,} for training and {tokens - split:,} held out,"
+        f" and one sample needs {window:,}; hold out another share, or 0"
+    )
+    require(window <= split <= tokens - window, "data.held_out", config.held_out, problem)
     return everything.part(0, split), everything.part(split, tokens)
 
 
-def _require_window(setting: str, path: str, dataset: Windows) -> None:
-    if not len(dataset):
-        tokens = dataset.last - dataset.first
-        _refuse_short(setting, path, tokens, dataset.sequence_length + 1)
-
-
-def _refuse_short(setting: str, path: str, tokens: int, window: int) -> None:
-    raise ConfigError(
-        setting,
-        path,
+def _require_window(setting: str, path: str, dataset: Windows, samples: int = 1) -> None:
+    tokens, window = dataset.last - dataset.first, dataset.sequence_length + 1
+    problem = (
         f"its {tokens:,} tokens are too few where one sample needs {window:,}, in training and in"
-        " validation; add data, lower data.sequence_length, or set data.held_out to 0",
+        " validation; add data, lower data.sequence_length, or set data.held_out to 0"
     )
+    require(tokens >= samples * window, setting, path, problem)
 
 
 # --- a user's function ---
@@ -194,13 +185,9 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
     dataset = function(split=split, sequence_length=config.sequence_length, **config.options)
     if dataset is None:
         return None
-    if problem := problem_of(dataset):
-        kind = type(dataset).__name__
-        raise ConfigError(
-            "data.source",
-            config.source,
-            f"for split={split!r} it returned a {kind}, which {problem}",
-        )
+    if found := problem_of(dataset):
+        problem = f"for split={split!r} it returned a {type(dataset).__name__}, which {found}"
+        raise ConfigError("data.source", config.source, problem)
     if split == "train":
         check_workers("data.workers", config.workers, dataset)
     return dataset
@@ -245,12 +232,8 @@ def check_workers(setting: str, workers: int, dataset: Any) -> None:
     Raises:
         ConfigError: With the number of workers.
     """
-    if workers > 1 and is_stream(dataset):
-        raise ConfigError(
-            setting,
-            workers,
-            "each worker would read the whole stream; use 1, which reads ahead, or 0",
-        )
+    problem = "each worker would read the whole stream; use 1, which reads ahead, or 0"
+    require(workers <= 1 or not is_stream(dataset), setting, workers, problem)
 
 
 def problem_of(dataset: Any) -> str | None:

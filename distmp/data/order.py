@@ -39,12 +39,7 @@ def sample_indices(seed: int, first: int, count: int, size: int) -> NDArray[np.i
 
     Returns:
         Indices, int64 [count], from 0 to `size - 1`.
-
-    Raises:
-        ValueError: If `size` is below 1, or `first` or `count` is negative.
     """
-    if size < 1 or first < 0 or count < 0:
-        raise ValueError(f"need size >= 1, first >= 0, count >= 0; got {size}, {first}, {count}")
     positions = np.arange(first, first + count, dtype=np.uint64)
     epochs, offsets = np.divmod(positions, np.uint64(size))
     keys = _mix(_mix(epochs + _GOLDEN) ^ np.uint64(seed % 2**64))

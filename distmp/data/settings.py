@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import nearest, require
 from distmp.utils.annotations import HARMLESS, consequential
 from distmp.utils.imports import load_function
 
@@ -89,22 +89,17 @@ class DataConfig:
         return load_function("data.source", self.source, arguments, problem)
 
     def _check_source(self) -> None:
-        if not self.is_import_path and self.source not in _SOURCES:
-            hint = nearest(self.source, _SOURCES)
-            raise ConfigError(
-                "data.source",
-                self.source,
-                f"{hint}, or write an import path 'module:callable'; `distmp data tokenize` turns"
-                " JSON Lines, parquet and text into tokens",
-            )
+        problem = (
+            f"{nearest(self.source, _SOURCES)}, or write an import path 'module:callable'; `distmp"
+            " data tokenize` turns JSON Lines, parquet and text into tokens"
+        )
+        valid = self.is_import_path or self.source in _SOURCES
+        require(valid, "data.source", self.source, problem)
         valid = self.source != "tokens" or self.path is not None
         require(valid, "data.path", None, "name the directory of token ids")
-        if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
-            raise ConfigError(
-                "data.pattern",
-                self.pattern,
-                "write a glob relative to data.path, such as '**/*.md'",
-            )
+        valid = self.source != "text" or (self.pattern != "" and self.pattern[0] != "/")
+        hint = "write a glob relative to data.path, such as '**/*.md'"
+        require(valid, "data.pattern", self.pattern, hint)
 
     def _check_numbers(self) -> None:
         length, hint = self.sequence_length, f"must be from 0 to {_MAX_WORKERS}"
@@ -114,18 +109,13 @@ class DataConfig:
         require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, hint)
 
     def _check_options(self) -> None:
-        if self.options and not self.is_import_path:
-            raise ConfigError(
-                "data.options",
-                self.options,
-                f"only an import path takes options, not {self.source!r}",
-            )
+        problem = f"only an import path takes options, not {self.source!r}"
+        require(self.is_import_path or not self.options, "data.options", self.options, problem)
         for name in ("path", "validation_path"):
             value = getattr(self, name)
             require(value != "", f"data.{name}", value, "name a directory, or null")
-            if self.is_import_path and value is not None:
-                problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
-                raise ConfigError(f"data.{name}", value, problem)
+            problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
+            require(value is None or not self.is_import_path, f"data.{name}", value, problem)
         for name in _CALL_ARGUMENTS:
             problem = f"{name!r} is passed by distmp; remove it"
             require(name not in self.options, "data.options", self.options, problem)

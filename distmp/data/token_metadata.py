@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.files import read_regular, replacing
 
 NAME = "tokens.json"
@@ -72,14 +72,12 @@ class TokenMetadata:
             ConfigError: If it cannot be read, or was written by a later version.
         """
         file = directory / NAME
-        if not file.exists():
-            raise ConfigError(
-                setting,
-                str(directory),
-                f"is no directory with {NAME}, which `distmp data tokenize` writes; describe other "
-                'files of ids by {"format": 1, "dtype": "uint16", "vocabulary_size": NUMBER, '
-                '"files": {"NAME": NUMBER OF IDS}}',
-            )
+        problem = (
+            f"is no directory with {NAME}, which `distmp data tokenize` writes; describe other "
+            'files of ids by {"format": 1, "dtype": "uint16", "vocabulary_size": NUMBER, '
+            '"files": {"NAME": NUMBER OF IDS}}'
+        )
+        require(file.exists(), setting, str(directory), problem)
         try:
             content: dict[str, Any] = json.loads(read_regular(file, _LARGEST_BYTES))
             if (found := content.pop("format")) != _FORMAT:

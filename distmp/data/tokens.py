@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from distmp.data.token_metadata import NAME as METADATA
 from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata
-from distmp.errors import ConfigError, DataError
+from distmp.errors import ConfigError, DataError, require
 from distmp.utils.files import sampled_digests
 from distmp.utils.settings import digest
 
@@ -109,12 +109,11 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
     except OSError as error:
         raise ConfigError(setting, str(path), f"cannot read it: {error.strerror}") from error
     item = np.dtype(dtype).itemsize
-    if size % item:
-        problem = (
-            f"its size of {size:,} bytes is not a multiple of {item}, the size of {dtype}; check"
-            " its tokens.json, or write the file again"
-        )
-        raise ConfigError(setting, str(path), problem)
+    problem = (
+        f"its size of {size:,} bytes is not a multiple of {item}, the size of {dtype}; check its"
+        " tokens.json, or write the file again"
+    )
+    require(size % item == 0, setting, str(path), problem)
     return size // item
 
 
@@ -188,19 +187,18 @@ def open_tokens(
     Raises:
         ConfigError: If the files cannot be read, or contradict their metadata.
     """
-    if directory.with_name(directory.name + UNFINISHED_SUFFIX).is_dir() and not directory.exists():
-        problem = "is not finished; remove it and run `distmp data tokenize` again"
-        raise ConfigError(setting, str(directory), problem)
+    unfinished = directory.with_name(directory.name + UNFINISHED_SUFFIX)
+    problem = "is not finished; remove it and run `distmp data tokenize` again"
+    require(directory.exists() or not unfinished.is_dir(), setting, str(directory), problem)
     metadata = TokenMetadata.read(directory, setting)
     files = [directory / name for name in metadata.files]
     tokens = TokenFiles(files, metadata.dtype, metadata.vocabulary_size, sequence_length, setting)
     for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
-        if count != metadata.files[file.name]:
-            problem = (
-                f"{file.name} has {count:,} tokens, not the {metadata.files[file.name]:,} of"
-                f" {METADATA}; copy the directory again, or tokenize the data again"
-            )
-            raise ConfigError(setting, str(directory), problem)
+        problem = (
+            f"{file.name} has {count:,} tokens, not the {metadata.files[file.name]:,} of"
+            f" {METADATA}; copy the directory again, or tokenize the data again"
+        )
+        require(count == metadata.files[file.name], setting, str(directory), problem)
     return tokens, metadata
 
 
@@ -216,10 +214,10 @@ def check_validation(train: TokenMetadata, validation: TokenMetadata, directory:
         ConfigError: If tokenizers or ends of documents differ.
     """
     ours = (train.tokenizer_sha256, train.end_of_text)
-    if ours != (validation.tokenizer_sha256, validation.end_of_text):
-        problem = (
-            f"was made with the tokenizer {validation.tokenizer!r} and token"
-            f" {validation.end_of_text} after each document, data.path with {train.tokenizer!r} and"
-            f" {train.end_of_text}; tokenize both in the same way"
-        )
-        raise ConfigError("data.validation_path", str(directory), problem)
+    problem = (
+        f"was made with the tokenizer {validation.tokenizer!r} and token {validation.end_of_text}"
+        f" after each document, data.path with {train.tokenizer!r} and {train.end_of_text};"
+        " tokenize both in the same way"
+    )
+    same = ours == (validation.tokenizer_sha256, validation.end_of_text)
+    require(same, "data.validation_path", str(directory), problem)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed, rank_names, ranks_by_value
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.host_copy import cpu_number
@@ -103,10 +104,8 @@ def raise_difference(
         ConfigError: On every rank, with the first entry that differs and its values by rank.
         TrainingError: If nothing in the descriptions differs.
     """
-    by_rank: list[Any] = [dict(described)]
-    if group is not None:
-        by_rank = [None] * dist.get_world_size(group)
-        dist.all_gather_object(by_rank, dict(described), group=group)
+    own = dict(described)
+    by_rank = [own] if group is None else Ranks(group).gather(own)
     for name, by_value in differences(dict(enumerate(by_rank)), absent="nothing"):
         text = "; ".join(f"{value} on {rank_names(ranks)}" for value, ranks in by_value.items())
         raise ConfigError(name, _Unquoted(text), advice)

@@ -23,14 +23,13 @@ def check_started(variables: Mapping[str, str]) -> None:
     Raises:
         ConfigError: With the launchers that start all processes.
     """
-    if PRECISION_VARIABLE in variables and "MASTER_ADDR" in variables and "RANK" not in variables:
-        raise ConfigError(
-            "RANK",
-            None,
-            "several processes were requested of accelerate launch, which started one without a "
-            "rank, as it does with --cpu; use `accelerate launch --multi-gpu` (on CPUs too), "
-            "torchrun or `distmp launch`",
-        )
+    requested = {PRECISION_VARIABLE, "MASTER_ADDR"} <= variables.keys()
+    problem = (
+        "several processes were requested of accelerate launch, which started one without a rank, "
+        "as it does with --cpu; use `accelerate launch --multi-gpu` (on CPUs too), torchrun or "
+        "`distmp launch`"
+    )
+    require("RANK" in variables or not requested, "RANK", None, problem)
 
 
 def wants_cpu(variables: Mapping[str, str]) -> bool:

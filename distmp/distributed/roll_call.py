@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import Statuses
+from distmp.distributed.rank_monitor import RankMonitor, Statuses
 from distmp.distributed.world import World
 from distmp.errors import DistmpError, TrainingError
 

@@ -134,12 +134,8 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise ConfigError("device", str(device), "no GPU is available; use 'cpu' or None")
     if requested.index is not None and requested.type == "cuda":
         count = torch.cuda.device_count()
-        if requested.index >= count:
-            raise ConfigError(
-                "device",
-                str(device),
-                f"this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}",
-            )
+        problem = f"this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}"
+        require(requested.index < count, "device", str(device), problem)
     return requested
 
 
@@ -154,13 +150,11 @@ def local_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available() or wants_cpu(os.environ):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if not count:
-        raise ConfigError(
-            "device",
-            "cuda",
-            "this process was forked from one that had used the GPU, so it cannot; start ranks "
-            "with torchrun, or with the start method 'spawn' of torch.multiprocessing",
-        )
+    problem = (
+        "this process was forked from one that had used the GPU, so it cannot; start ranks with "
+        "torchrun, or with the start method 'spawn' of torch.multiprocessing"
+    )
+    require(count > 0, "device", "cuda", problem)
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
@@ -211,10 +205,8 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
 
 def _check_repeated(asked: Mapping[str, Any]) -> None:
     for name, now in asked.items():
-        if now is not None and now != (before := _choice[name]):
-            raise ConfigError(
-                name, now, f"the first call of distmp.init had {name} = {before!r}; call it once"
-            )
+        problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; call it once"
+        require(now in (None, _choice[name]), name, now, problem)
 
 
 def world_of_process(device: torch.device | str | None = None) -> World:
@@ -309,14 +301,12 @@ def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch
 
 
 def _check_address(world_size: int) -> None:
+    problem = (
+        f"is not set, so this rank cannot join the {world_size} ranks of WORLD_SIZE; start the "
+        "script with torchrun, or call torch.distributed.init_process_group first"
+    )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(
-                name,
-                None,
-                f"is not set, so this rank cannot join the {world_size} ranks of WORLD_SIZE; start "
-                "the script with torchrun, or call torch.distributed.init_process_group first",
-            )
+        require(name in os.environ, name, None, problem)
     port = read_integer(os.environ, "MASTER_PORT")
     require(0 < port < 2**16, "MASTER_PORT", port, "must be a port, from 1 to 65535")
 
@@ -324,14 +314,13 @@ def _check_address(world_size: int) -> None:
 def _check_group() -> None:
     """Refuse a group of one rank if a launcher has started several processes."""
     world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1" and dist.get_world_size() == 1:
-        raise ConfigError(
-            "WORLD_SIZE",
-            world_size,
-            "several ranks were started, but the default process group of torch.distributed has "
-            "only this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that "
-            "train independently",
-        )
+    problem = (
+        "several ranks were started, but the default process group of torch.distributed has only "
+        "this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that train "
+        "independently"
+    )
+    complete = world_size == "1" or dist.get_world_size() > 1
+    require(complete, "WORLD_SIZE", world_size, problem)
 
 
 def leave() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from distmp.distributed.comparison import check_same
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import TrainingError, require
 from distmp.utils.dtypes import local_values
 from distmp.utils.flat_shard import FlatShard
 
@@ -53,12 +53,8 @@ class WeightAverage:
     """
 
     def __init__(self, engine: Engine, config: EmaConfig) -> None:
-        if config.decay == 0:
-            raise ConfigError(
-                "config.decay",
-                config.decay,
-                "the average would always be the weights; use a number below 1, such as 0.999",
-            )
+        problem = "the average would always be the weights; use a number below 1, such as 0.999"
+        require(config.decay != 0, "config.decay", config.decay, problem)
         self._engine = engine
         self._config = config
         self.values: dict[str, Tensor] = {}

@@ -247,13 +247,11 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
     key = str(location.absolute())
     if _owners.get(key, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
-    if _owners.get(key, engine) is not engine:
-        raise ConfigError(
-            "directory",
-            str(directory),
-            "another engine of this process saves its checkpoints there, which would be replaced; "
-            "save each engine to its own directory",
-        )
+    problem = (
+        "another engine of this process saves its checkpoints there, which would be replaced; "
+        "save each engine to its own directory"
+    )
+    require(_owners.get(key, engine) is engine, "directory", str(directory), problem)
     return location
 
 

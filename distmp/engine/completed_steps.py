@@ -65,14 +65,15 @@ class SkipMessages:
 
     def _is_normal(self, numbers: StepNumbers) -> bool:
         """Return whether a lower loss scale probably ends the skips."""
-        may_be_scale = self._scale_is_dynamic and numbers.overflow and math.isfinite(numbers.loss)
+        finite = math.isfinite(numbers.loss) and math.isfinite(numbers.weight)
+        may_be_scale = self._scale_is_dynamic and numbers.overflow and finite
         return may_be_scale and numbers.skipped_in_a_row <= NORMAL_SKIPS
 
     def _reason(self, outcome: StepOutcome) -> str:
         numbers = outcome.numbers
         if outcome.overflow_report is not None:
             return str(outcome.overflow_report)
-        if not numbers.overflow:
+        if not (numbers.overflow and math.isfinite(numbers.weight)):
             return advice(numbers)
         if numbers.dropped:
             return self._dropped(numbers)

@@ -130,6 +130,7 @@ class Engine:
         self._saves: Saves | None = None
         self.loads = 0
         self.holds_average = False
+        setup.buffers.enlist()  # last: an engine that was refused is none
         return_freed_memory()
 
     # What was decided at the start
@@ -455,8 +456,15 @@ class Engine:
         return self._state.gradients()
 
     def publish_weights(self) -> None:
-        """Update the parameters in the compute dtype from `weights`; every rank has to call it."""
+        """Update the parameters in the compute dtype from `weights`; every rank has to call it.
+
+        Ranks may have written to weights that are not sharded a different number of times, as after
+        a broadcast, if the values are the same on all ranks now.
+        """
         self._strategy.publish_weights()
+        if self.world.world_size > 1 and not self._setup.is_sharded:
+            with self._calls.call("publish_weights"):
+                self._parts.accept_equal_writes()
 
     def updated_by_optimizer(self) -> set[str]:
         """Return the names in `state_dict` of tensors that only an optimizer update changes."""
@@ -537,11 +545,12 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a directory that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
-            TrainingError: Inside of `WeightAverage.as_weights`.
+            TrainingError: Inside of `WeightAverage.as_weights`, or after an update that has failed.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """
         with self._calls.call("save"):
+            self._setup.updates.check(self.optimizer)
             if self._saves is None:
                 from distmp.engine.checkpoints import Saves  # many engines save nothing
 

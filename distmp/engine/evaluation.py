@@ -20,7 +20,7 @@ from distmp.distributed.world import World
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.precision.keep import product_switches
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
@@ -99,13 +99,11 @@ class MetricSums:
         if group is not None:
             dist.all_reduce(totals, group=group)
         *sums, (microbatches, _) = totals.tolist()
-        if not (microbatches or may_be_empty):
-            raise ConfigError(
-                "microbatches",
-                "none on any rank",
-                "there is nothing to evaluate; an iterator gives its batches only once, so pass "
-                "another one each time: loader.once()",
-            )
+        problem = (
+            "there is nothing to evaluate; an iterator gives its batches only once, so pass "
+            "another one each time: loader.once()"
+        )
+        require(microbatches > 0 or may_be_empty, "microbatches", "none on any rank", problem)
         loss, *metrics = (total / weight if weight else math.nan for total, weight in sums)
         return Evaluation(loss, dict(zip(self._metrics, metrics, strict=True)))
 
@@ -198,13 +196,11 @@ def _output(outputs: list[Any]) -> Any:
     Raises:
         ConfigError: If the loss function did not call it.
     """
-    if not outputs:
-        raise ConfigError(
-            "validation.metrics",
-            "outputs",
-            "the loss function did not call the model that is passed to it, only parts of it, so "
-            "metrics have no output; call model(...)",
-        )
+    problem = (
+        "the loss function did not call the model that is passed to it, only parts of it, so "
+        "metrics have no output; call model(...)"
+    )
+    require(bool(outputs), "validation.metrics", "outputs", problem)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,6 +152,11 @@ def advice(numbers: StepNumbers) -> str:
         return (
             "the global weight is 0: no microbatch of any rank had a weight above 0; check that "
             "batches have targets that count (not -100), and the weights that loss returns"
+        )
+    if not math.isfinite(numbers.weight):
+        return (
+            f"the weights that the loss function returned add up to {numbers.weight:g}; return the "
+            "number of samples or tokens of each microbatch, finite and not below 0"
         )
     if numbers.spike:
         return (

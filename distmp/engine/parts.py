@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.data.dataloader import step_of
 from distmp.data.streams import StreamMicrobatches
@@ -22,6 +22,9 @@ from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
+from distmp.utils.tensor_trees import checksum
+
+WRITES = "writes to weights (engine.publish_weights() on every rank accepts equal values)"
 
 _numbers = itertools.count(1)
 
@@ -97,7 +100,7 @@ class EngineCalls:
                     self._roll_call.count(f"engine.{name}(){self._of_which}")
                 yield
         except BaseException as error:
-            self._failure = error
+            self._failure = self._failure or error
             self._failures += 1
             self._roll_call.explain_timeout(error)
             raise
@@ -161,6 +164,17 @@ class EngineParts:
             updates.tensors.writes(),
         )
 
+    def accept_equal_writes(self) -> None:
+        """Count writes to weights from 0 on if all ranks have the same weights, without shards."""
+        ranks, updates = self.setup.world.ranks, self.setup.updates
+        if len({*ranks.gather(updates.tensors.writes())}) == 1:
+            return
+        weights: list[Tensor] = [*self.parameters]
+        if not self.setup.config.shard_optimizer:
+            weights += [tensor for _, tensor in self.setup.strategy.optimizer_parameters()]
+        if len({*ranks.gather(checksum(weights))}) == 1:
+            updates.tensors.forget_writes()
+
     def raise_difference(self) -> None:
         """Raise because ranks took a step with different settings; every rank has to call it.
 
@@ -187,5 +201,5 @@ class EngineParts:
             **comparison.describe_model(self.setup.strategy.module),
             **self.calls.weights,
             **{f"calls of {name}": str(count) for name, count in self.calls.counts.items()},
-            "writes to weights": str(updates.tensors.writes()),
+            WRITES: str(updates.tensors.writes()),
         }

@@ -117,10 +117,8 @@ class PrecisionPhase:
 
     def __post_init__(self) -> None:
         check_types(self, PHASES)
-        if not self.until_tokens > 0:
-            raise ConfigError(
-                f"{PHASES}.until_tokens", self.until_tokens, "use a number above 0, or .inf"
-            )
+        tokens = self.until_tokens
+        require(tokens > 0, f"{PHASES}.until_tokens", tokens, "use a number above 0, or .inf")
 
 
 def parse_phases(entries: Sequence[Mapping[str, Any]]) -> tuple[PrecisionPhase, ...]:
@@ -145,10 +143,9 @@ def check_order(phases: Sequence[PrecisionPhase]) -> None:
         ConfigError: If one ends no later than the one above it.
     """
     for above, phase in pairwise(phases):
-        if phase.until_tokens <= above.until_tokens:
-            raise ConfigError(
-                f"{PHASES}.until_tokens",
-                phase.until_tokens,
-                f"is not above {above.until_tokens:g}, that of the phase above it; list phases in "
-                "the order in which they end",
-            )
+        tokens = phase.until_tokens
+        problem = (
+            f"is not above {above.until_tokens:g}, that of the phase above it; list phases in "
+            "the order in which they end"
+        )
+        require(tokens > above.until_tokens, f"{PHASES}.until_tokens", tokens, problem)

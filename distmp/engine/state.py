@@ -268,6 +268,7 @@ class EngineState:
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
         self._updates.tensors.forget_writes()
+        self._updates.is_complete = True
         self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None

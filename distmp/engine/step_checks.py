@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.imports import check_arguments
@@ -38,6 +38,16 @@ LOADER_ADVICE = (
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
+)
+
+FREED = (
+    "an earlier backward has freed it; the loss function must not call backward, and must compute "
+    "a new graph for each microbatch (detach a state that it carries over)"
+)
+RESHARDED = (
+    "FSDP frees the gathered parameters at the end of the first backward or torch.autograd.grad "
+    "through them, so a gradient penalty cannot run a second one; compute derivatives by inputs "
+    "with torch.func.jvp, or use the strategy 'ddp'"
 )
 
 
@@ -83,14 +93,11 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
-    if any(isinstance(item, ForwardOnly) for item in listed):
-        raise ConfigError(
-            "microbatches", "loader.once()", f"is for engine.evaluate; {LOADER_ADVICE}"
-        )
-    if not listed:
-        raise ConfigError(
-            "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
-        )
+    trained = not any(isinstance(item, ForwardOnly) for item in listed)
+    problem = f"is for engine.evaluate; {LOADER_ADVICE}"
+    require(trained, "microbatches", "loader.once()", problem)
+    problem = "is empty; a step needs at least one microbatch on every rank"
+    require(bool(listed), "microbatches", [], problem)
     return listed
 
 
@@ -172,10 +179,8 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If the weight is finite and below 0.
     """
-    if -math.inf < weight < 0:
-        raise ConfigError(
-            "weight", weight, "is below 0; return the number of samples or tokens in the sum"
-        )
+    problem = "is below 0; return the number of samples or tokens in the sum"
+    require(not -math.inf < weight < 0, "weight", weight, problem)
 
 
 @contextmanager
@@ -192,16 +197,11 @@ def explain_graph_errors() -> Iterator[None]:
     except RuntimeError as error:
         if uses_shard(error):
             raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
-        freed = ("through the graph a second time", "out of bounds for storage of size 0")
-        if not any(text in str(error) for text in freed):
-            raise
-        raise ConfigError(
-            "loss",
-            "Tensor of a graph that is freed",
-            "an earlier backward has freed it; the loss function must not call backward (nor, with "
-            "a sharded strategy, torch.autograd.grad), and must compute a new graph for each "
-            "microbatch (detach a state that it carries over)",
-        ) from error
+        if "out of bounds for storage of size 0" in str(error):
+            raise ConfigError("loss", "graph without its parameters", RESHARDED) from error
+        if "through the graph a second time" in str(error):
+            raise ConfigError("loss", "Tensor of a graph that is freed", FREED) from error
+        raise
 
 
 def check_gradients_enabled() -> None:
@@ -210,10 +210,8 @@ def check_gradients_enabled() -> None:
     Raises:
         ConfigError: Inside of `torch.no_grad` or `torch.inference_mode`.
     """
-    if not torch.is_grad_enabled():
-        raise ConfigError(
-            "torch.no_grad()", True, "a step needs gradients; leave the context first"
-        )
+    problem = "a step needs gradients; leave the context first"
+    require(torch.is_grad_enabled(), "torch.no_grad()", True, problem)
 
 
 def _describe(value: Any) -> str:

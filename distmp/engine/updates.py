@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from distmp.errors import TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
@@ -15,6 +16,11 @@ from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 from distmp.utils.host_copy import cpu_number
+
+HALF_WAY = (
+    "the last engine.step failed in optimizer.step, so some weights may be updated and others not; "
+    "continue from a checkpoint (engine.load)"
+)
 
 
 class Updates:
@@ -34,6 +40,7 @@ class Updates:
         learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
         max_applied: Upper bound of the updates applied, known without waiting for the device.
+        is_complete: Whether the last update has ended, or a state was loaded since.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Updates:
             self.optimizer, schedule, device, on_device=self.skips_on_device
         )
         self.max_applied = 0
+        self.is_complete = True
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -66,11 +74,15 @@ class Updates:
 
         Raises:
             ConfigError: If it was replaced, or has other tensors.
+            TrainingError: After an update that has failed.
         """
+        if not self.is_complete:
+            raise TrainingError(HALF_WAY)
         self.tensors.check(optimizer)
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        self.is_complete = False
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
             self.max_applied += 1
@@ -91,6 +103,7 @@ class Updates:
             self.tensors.step_in_place()
         self._strategy.check_copies()
         self._strategy.publish_weights()
+        self.is_complete = True
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:
         """Multiply gradients by a power of two first if FP32 does not represent their divisor."""

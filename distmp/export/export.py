@@ -78,8 +78,12 @@ class CheckpointWeights:
         """
         tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
         self.checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
-        if self.dtype == torch.float16:
-            refuse_infinite(tensors, str(self.checkpoint))
+        for name, tensor in tensors.items():
+            if self.dtype == torch.float16 and tensor.is_floating_point() and tensor.isinf().any():
+                raise CheckpointError(
+                    f"{name!r} of {self.checkpoint} has values beyond the range of float16; use "
+                    "bf16 or fp32"
+                )
         return tensors
 
 
@@ -187,16 +191,3 @@ def _names_below(prefix: str, checkpoint: StoredCheckpoint) -> dict[str, str]:
     """Return the names in a checkpoint that begin with a prefix, by the rest of the name."""
     names = (name for name in checkpoint.tensors if name.startswith(prefix))
     return {name.removeprefix(prefix): name for name in names}
-
-
-def refuse_infinite(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuse infinite values in float16.
-
-    Raises:
-        CheckpointError: With the name of the tensor.
-    """
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.isinf().any():
-            raise CheckpointError(
-                f"{name!r} of {source} has values beyond the range of float16; use bf16 or fp32"
-            )

@@ -11,28 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save
 from torch import Tensor
 
 from distmp.errors import CheckpointError, listed
 from distmp.models import huggingface, huggingface_files
 from distmp.models.architecture import is_hugging_face
-
-# Names of dtypes in the format, see https://github.com/huggingface/safetensors.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def in_file_order(specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,7 +34,7 @@ def write_file(file: Path, specs: Mapping[str, Tensor], values: Iterable[Tensor]
         values: The tensors on the CPU, in the same order. Each is read when it is written.
 
     Raises:
-        CheckpointError: If the format has no name for a dtype.
+        CheckpointError: If the format cannot store a dtype.
         OSError: If the file cannot be written.
     """
     header = json.dumps(_header(specs)).encode()
@@ -63,13 +48,16 @@ def write_file(file: Path, specs: Mapping[str, Tensor], values: Iterable[Tensor]
 
 def _header(specs: Mapping[str, Tensor]) -> dict[str, object]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    try:
+        empty = save({name: torch.empty(0, dtype=spec.dtype) for name, spec in specs.items()})
+    except (KeyError, SafetensorError) as error:
+        raise CheckpointError(f"safetensors cannot store a weight: {error}") from error
+    described = json.loads(empty[8:])  # after the length of the header
     start = 0
     for name, spec in specs.items():
-        if spec.dtype not in _DTYPES:
-            raise CheckpointError(f"safetensors cannot store {name!r} of type {spec.dtype}")
         stop = start + math.prod(spec.shape) * spec.itemsize
         header[name] = {
-            "dtype": _DTYPES[spec.dtype],
+            "dtype": described[name]["dtype"],
             "shape": list(spec.shape),
             "data_offsets": [start, stop],
         }

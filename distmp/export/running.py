@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.world import World
-from distmp.errors import CheckpointError, ConfigError, listed, require
+from distmp.errors import CheckpointError, listed, require
 from distmp.export.files import MAX_SHARD_SIZE, write
 from distmp.export.weights import PREFIX
 from distmp.models.architecture import described
@@ -101,13 +101,11 @@ def _checked(state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> M
         return own
     weights, given = ({name for name in s if name.startswith(PREFIX)} for s in (own, state))
     for problem, names in (("lacks", weights - given), ("has the unknown", given - weights)):
-        if names:
-            raise ConfigError(
-                "state",
-                f"{len(state)} tensors",
-                f"{problem} {listed(sorted(names))}; pass engine.state_dict() | "
-                "{'model/NAME': tensor, ...}, with the names of the engine's weights",
-            )
+        problem = (
+            f"{problem} {listed(sorted(names))}; pass engine.state_dict() | "
+            "{'model/NAME': tensor, ...}, with the names of the engine's weights"
+        )
+        require(not names, "state", f"{len(state)} tensors", problem)
     return state
 
 

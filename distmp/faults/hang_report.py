@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from distmp.distributed.rank_status import RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.errors import rank_names
 
 # Number of ranks whose stack is shown.

@@ -8,8 +8,7 @@ hang once, and all ranks end.
 
 A rank whose process is stopped, or whose native code holds the GIL, publishes no heartbeats. Its
 last heartbeat shows where it stopped. Each rank watches the processes of its machine, and the
-heartbeat of one rank on the next machine, so that its traffic does not depend on the number of
-ranks.
+heartbeat of the next rank, so that its traffic does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Watchdog(RankMonitor):
         super().__init__(store, environment.rank, environment.world_size)
         first = environment.rank - environment.local_rank
         self._on_machine = range(first, first + environment.local_world_size)
-        self._on_next_machine = (self.rank + environment.local_world_size) % self.world_size
+        self._next_rank = (self.rank + 1) % self.world_size
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
         # Time between two heartbeats.
@@ -118,6 +117,10 @@ class Watchdog(RankMonitor):
         self._counted_at = -math.inf
         self._progress = -1
         self._next_beat: Any = None
+        self._next_is_silent = False
+        # Whether this rank has ended its first step, and how many ranks have.
+        self._has_started = False
+        self._started = 0
         self._transferred = 0
         self._has_shown_pending = False
         self._suspects: set[int] = set()
@@ -200,7 +203,7 @@ class Watchdog(RankMonitor):
             return
         super()._turn()
         self._check_for_lost_ranks()
-        self._check_next_machine()
+        self._check_next_rank()
         if self._all_are_idle():
             self._report_hang()
 
@@ -232,18 +235,28 @@ class Watchdog(RankMonitor):
         """Count the progress of this rank; return whether every rank is over its limit.
 
         Ranks wait for each other: while one of them makes progress, the others wait for that one.
-        A rank in its first step counts as making progress for the difference of the limits, as long
-        as its thread runs.
         """
-        now, phase = time.monotonic(), self._phase.now
-        more_time = self._first_seconds - self._seconds if phase.starting else 0.0
-        has_progress = phase.since + more_time >= self._counted_at
+        now = time.monotonic()
+        has_progress = self._phase.now.since >= self._counted_at
         self._counted_at = now
         progress = self._store.add("progress", int(has_progress))
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
         # A rank counts up to an interval later, and this one sees it up to an interval after that.
-        return now - self._progress_at > self._seconds + 2 * self._interval
+        return now - self._progress_at > self._limit() + 2 * self._interval
+
+    def _limit(self) -> float:
+        """Return the time without progress after which ranks hang.
+
+        It is longer until every rank has ended its first step, but not while a rank is silent.
+        """
+        if self._started < self.world_size:
+            ends_now = not (self._has_started or self._phase.now.starting)
+            self._has_started |= ends_now
+            self._started = self._store.add("started", int(ends_now))
+        if self._started < self.world_size and not self._store.add("silent", 0):
+            return self._first_seconds
+        return self._seconds
 
     def _answer(self) -> None:
         """Answer a question; if ranks hang, also publish pending collectives, which may block."""
@@ -267,16 +280,18 @@ class Watchdog(RankMonitor):
             self.end_for_lost_ranks()
         self._suspects = gone
 
-    def _check_next_machine(self) -> None:
-        """End the run if the next machine is silent and does not respond to a connection."""
-        rank, now = self._on_next_machine, time.monotonic()
-        if rank in self._on_machine:
-            return
+    def _check_next_rank(self) -> None:
+        """Count the next rank if it is silent; end the run if its machine does not respond."""
+        rank, now = self._next_rank, time.monotonic()
         if (beat := self._read(f"beat/{rank}")) != self._next_beat:
             self._next_beat, self._next_beat_at = beat, now
         silence = now - self._next_beat_at
-        process = self.process_of(rank)
-        if silence < LINK_SECONDS or process is None or self.has_left(rank):
+        if (is_silent := silence > self._seconds) != self._next_is_silent:
+            self._next_is_silent = is_silent
+            self._store.add("silent", 1 if is_silent else -1)
+        if silence < LINK_SECONDS or rank in self._on_machine or self.has_left(rank):
+            return
+        if (process := self.process_of(rank)) is None:
             return
         if process.address and not responds(process.address):
             processes = {other: self.process_of(other) for other in range(self.world_size)}

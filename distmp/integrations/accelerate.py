@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from distmp.distributed.rank_environment import is_true, wants_cpu
+from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wants_cpu
 from distmp.errors import ConfigError, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
@@ -49,8 +49,6 @@ _OTHER_ENGINES = ("deepspeed", "megatron_lm")
 # accelerate's `mixed_precision` by the dtype of compute, and the policy for each of its values.
 _WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
 POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
-# The variable in which `accelerate launch` passes its `--mixed_precision` to the ranks.
-_LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -268,7 +266,8 @@ def _from_mixed_precision(argument: Any, device: torch.device) -> Resolution:
             return Resolution(first.distmp_policy, "that of the first Accelerator")
         setting, word = "mixed_precision of the first Accelerator", first.mixed_precision
     else:
-        setting, word = _LAUNCHED, os.environ.get(_LAUNCHED, "no").lower()
+        setting = PRECISION_VARIABLE
+        word = os.environ.get(PRECISION_VARIABLE, "no").lower()
     resolution = resolve(policy_of(word, setting), device)
     reason = resolution.reason.replace("given", f"{setting} = {word!r}", 1)
     return Resolution(resolution.policy, reason)
@@ -276,12 +275,9 @@ def _from_mixed_precision(argument: Any, device: torch.device) -> Resolution:
 
 def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | None) -> None:
     """Refuse arguments that would override the policy or the scaler."""
-    if arguments.get("mixed_precision") is not None and policy is not None:
-        raise ConfigError(
-            "mixed_precision",
-            str(arguments["mixed_precision"]),
-            f"policy = {policy!r} is given as well; give one of the two",
-        )
+    word, problem = arguments.get("mixed_precision"), f"policy = {policy!r} is given as well"
+    one = word is None or policy is None
+    require(one, "mixed_precision", str(word), f"{problem}; give one of the two")
     for engine in _OTHER_ENGINES:
         name = f"ACCELERATE_USE_{engine.upper()}"
         plugins = (arguments.get(f"{engine}_plugin"), arguments.get(f"{engine}_plugins"))
@@ -326,18 +322,16 @@ def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
 def _check_first(used: str, policy: PrecisionPolicy) -> None:
     """Refuse another precision than that of the first Accelerator: accelerate has one."""
     first = AcceleratorState().mixed_precision if AcceleratorState._shared_state else used
-    if first != used:
-        raise ConfigError(
-            "precision.policy",
-            policy.name,
-            f"accelerate has one precision per process, and an Accelerator already uses {first!r};"
-            " use another process, or with Transformers, new TrainingArguments for each trainer",
-        )
+    problem = (
+        f"accelerate has one precision per process, and an Accelerator already uses {first!r}; use"
+        " another process, or with Transformers, new TrainingArguments for each trainer"
+    )
+    require(first == used, "precision.policy", policy.name, problem)
 
 
 def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:
     """Warn that a policy overrides another precision of `accelerate launch`."""
-    launched = os.environ.get(_LAUNCHED, "no")
+    launched = os.environ.get(PRECISION_VARIABLE, "no")
     if launched not in ("no", used):
         logger.warning(
             "accelerate was launched with mixed_precision %s; the policy %s overrides it",
@@ -371,27 +365,20 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
             which only the engine configures, or matrix products have fewer bits.
     """
     builders.refuse_low_precision_matmuls(policy)
-    if policy.stochastic_rounding:
-        raise ConfigError(
-            "precision.policy.stochastic_rounding",
-            True,
-            "applies to distmp.Engine; remove it here, and pass stochastic_rounding=True to "
-            "distmp.optim.AdamW",
-        )
+    problem = (
+        "applies to distmp.Engine; remove it here, and pass stochastic_rounding=True to "
+        "distmp.optim.AdamW"
+    )
+    rounds = policy.stochastic_rounding
+    require(not rounds, "precision.policy.stochastic_rounding", rounds, problem)
     if not (policy.autocast or policy.has_masters):
-        if policy.loss_scale is not None:
-            raise ConfigError(
-                "precision.policy.loss_scale",
-                policy.loss_scale,
-                "accelerate unscales gradients only for float16 compute; use reduce=fp32",
-            )
+        scale = policy.loss_scale
+        problem = "accelerate unscales gradients only for float16 compute; use reduce=fp32"
+        require(scale is None, "precision.policy.loss_scale", scale, problem)
         return "no"
-    if policy.output_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.output",
-            policy.output_dtype,
-            "accelerate returns outputs in float32; use output=fp32, and cast in your loss",
-        )
+    output = policy.output_dtype
+    problem = "accelerate returns outputs in float32; use output=fp32, and cast in your loss"
+    require(output == torch.float32, "precision.policy.output", output, problem)
     return _WORDS[policy.compute_dtype]
 
 
@@ -401,14 +388,12 @@ def check_replicated(policy: PrecisionPolicy) -> None:
     Raises:
         ConfigError: For such a policy; the message suggests another one.
     """
-    if policy.has_masters:
-        raise ConfigError(
-            "precision.policy",
-            policy.name,
-            f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which"
-            " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
-            " distmp.Engine",
-        )
+    problem = (
+        f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which"
+        " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
+        " distmp.Engine"
+    )
+    require(not policy.has_masters, "precision.policy", policy.name, problem)
     builders.ddp_comm_hook(policy)
 
 
@@ -440,12 +425,8 @@ def fsdp_plugin(
         builders.fsdp2_policy(policy) if plugin.fsdp_version == 2 else builders.fsdp1_policy(policy)
     )
     given = plugin.mixed_precision_policy
-    if given is not None and given != precision:
-        raise ConfigError(
-            "fsdp_plugin.mixed_precision_policy",
-            given,
-            f"the policy {policy.name} sets it to {precision}; remove it",
-        )
+    problem = f"the policy {policy.name} sets it to {precision}; remove it"
+    require(given in (None, precision), "fsdp_plugin.mixed_precision_policy", given, problem)
     if not reduces_every_microbatch:
         _check_sums(policy, plugin.fsdp_version)
     if policy.casts_parameters and policy.keep_fp32:
@@ -486,13 +467,12 @@ def prepare_to_shard(
 def _check_sums(policy: PrecisionPolicy, version: int) -> None:
     """Refuse to sum microbatches, before their reduction, in another dtype than the policy's."""
     unreduced = policy.reduce_dtype if version == 2 else policy.module_dtype
-    if unreduced != policy.accumulate_dtype:
-        raise ConfigError(
-            "gradient_accumulation_plugin.sync_each_batch",
-            False,
-            f"FSDP{version} would sum microbatches in {dtype_name(unreduced)}, the policy "
-            f"{policy.name} in {dtype_name(policy.accumulate_dtype)}; set it to True",
-        )
+    problem = (
+        f"FSDP{version} would sum microbatches in {dtype_name(unreduced)}, the policy "
+        f"{policy.name} in {dtype_name(policy.accumulate_dtype)}; set it to True"
+    )
+    setting = "gradient_accumulation_plugin.sync_each_batch"
+    require(unreduced == policy.accumulate_dtype, setting, False, problem)
 
 
 def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:

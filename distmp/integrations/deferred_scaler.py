@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,16 +31,13 @@ class DeferredGradScaler(DistributedGradScaler):
         self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
     ) -> None:
         self._due = False
+        numbers = asdict(rules)
         super().__init__(
             device,
-            init_scale=rules.init,
-            static=not rules.dynamic,
+            init_scale=numbers.pop("init"),
+            static=not numbers.pop("dynamic"),
             max_consecutive_skips=max_consecutive_skips,
-            **{
-                field.name: getattr(rules, field.name)
-                for field in fields(rules)
-                if field.name not in ("dynamic", "init")
-            },
+            **numbers,
         )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

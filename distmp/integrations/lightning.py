@@ -112,14 +112,12 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
     """
     refuse_deepspeed(model)
     if not any(isinstance(part, FSDPModule) for part in model.modules()):
-        if policy.casts_parameters:
-            raise ConfigError(
-                "policy",
-                policy.name,
-                f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which "
-                f"need ModelParallelStrategy and fully_shard; use them, or "
-                f"{dtype_word(policy.compute_dtype)}-autocast",
-            )
+        problem = (
+            f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which "
+            f"need ModelParallelStrategy and fully_shard; use them, or "
+            f"{dtype_word(policy.compute_dtype)}-autocast"
+        )
+        require(not policy.casts_parameters, "policy", policy.name, problem)
         return
     _check_fsdp2_policies(model, policy)
     for name, parameter in model.named_parameters():
@@ -133,13 +131,12 @@ def refuse_deepspeed(engine: object) -> None:
     Raises:
         ConfigError: For such an engine.
     """
-    if type(engine).__module__.startswith("deepspeed"):
-        raise ConfigError(
-            "strategy",
-            "deepspeed",
-            "it casts, reduces and scales on its own, so the policy and the scaler would not"
-            " apply; use DDP or ModelParallelStrategy, or Lightning's own precision",
-        )
+    problem = (
+        "it casts, reduces and scales on its own, so the policy and the scaler would not apply; use"
+        " DDP or ModelParallelStrategy, or Lightning's own precision"
+    )
+    is_deepspeed = type(engine).__module__.startswith("deepspeed")
+    require(not is_deepspeed, "strategy", "deepspeed", problem)
 
 
 def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
@@ -147,16 +144,15 @@ def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
     for given in fsdp2_policies(model):
         gathered = given.param_dtype or torch.float32
         reduced = given.reduce_dtype or gathered
-        if (gathered, reduced) != (wanted, policy.reduce_dtype):
-            raise ConfigError(
-                "mp_policy",
-                given,
-                f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the "
-                f"policy {policy.name} gathers {dtype_name(wanted)} and reduces in "
-                f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
-                f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
-                "reduce_dtype=torch.float32))",
-            )
+        problem = (
+            f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the policy "
+            f"{policy.name} gathers {dtype_name(wanted)} and reduces in "
+            f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
+            "reduce_dtype=torch.float32))"
+        )
+        valid = (gathered, reduced) == (wanted, policy.reduce_dtype)
+        require(valid, "mp_policy", given, problem)
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:
@@ -364,13 +360,11 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Prepare for the Trainer, which calls this before it trains or evaluates."""
-        if not hasattr(super(), "_after_closure"):
-            raise ConfigError(
-                "package",
-                None,
-                "its precision plugins have no _after_closure, where distmp unscales gradients;"
-                " run pip install 'distmp[trainers]' for a version that distmp is tested with",
-            )
+        problem = (
+            "its precision plugins have no _after_closure, where distmp unscales gradients; run pip"
+            " install 'distmp[trainers]' for a version that distmp is tested with"
+        )
+        require(hasattr(super(), "_after_closure"), "package", None, problem)
         self._in_trainer = True
         self._unchecked = []
         self._weights, self._unscaled = StepWeights(), {}  # each `fit` has new optimizers
@@ -407,13 +401,12 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def _check_closure(self, optimizer: Any) -> None:
         weighted = self._weights.in_use and not self._in_trainer
-        if isinstance(optimizer, LBFGS) and (self.scaler is not None or weighted):
-            raise ConfigError(
-                "optimizer",
-                type(optimizer).__name__,
-                "computes several gradients in one step, which can be neither scaled nor weighted; "
-                "use bf16-autocast or fp32 and mean losses",
-            )
+        problem = (
+            "computes several gradients in one step, which can be neither scaled nor weighted; use "
+            "bf16-autocast or fp32 and mean losses"
+        )
+        valid = not isinstance(optimizer, LBFGS) or not (self.scaler is not None or weighted)
+        require(valid, "optimizer", type(optimizer).__name__, problem)
 
     def _step_in_trainer(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -515,14 +508,12 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 def _package_in_use() -> str:
     imported = [next((m for m in both if m in sys.modules), None) for both in _PACKAGES]
     found = [module for module in imported if module is not None]
-    if len(found) != 1:
-        raise ConfigError(
-            "package",
-            None,
-            f"{' and '.join(found) or 'no package of Lightning'} is imported, and classes of its "
-            "packages differ; import Trainer or Fabric first, or pass package='lightning.pytorch' "
-            "or package='pytorch_lightning', from which you import it",
-        )
+    problem = (
+        f"{' and '.join(found) or 'no package of Lightning'} is imported, and classes of its "
+        "packages differ; import Trainer or Fabric first, or pass package='lightning.pytorch' or "
+        "package='pytorch_lightning', from which you import it"
+    )
+    require(len(found) == 1, "package", None, problem)
     return found[0]
 
 

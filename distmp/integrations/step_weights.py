@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.parallel.global_mean import MeanLoss
 from distmp.scaling.local_gradients import local_gradients
 from distmp.scaling.rank_group import RankGroup
@@ -122,13 +122,12 @@ class StepWeights:
         """
         if not self.in_use:
             return
-        if self._optimizer not in (None, id(optimizer)):
-            raise ConfigError(
-                "weighted_loss",
-                type(optimizer).__name__,
-                "is the second optimizer, and it is unknown which weights are those of its "
-                "gradients; use weighted_loss with one optimizer, or distmp.Engine",
-            )
+        problem = (
+            "is the second optimizer, and it is unknown which weights are those of its gradients; "
+            "use weighted_loss with one optimizer, or distmp.Engine"
+        )
+        is_only = self._optimizer in (None, id(optimizer))
+        require(is_only, "weighted_loss", type(optimizer).__name__, problem)
         is_first = self._optimizer is None
         self._optimizer = id(optimizer)
         missing = float(self._losses != self._backwards)

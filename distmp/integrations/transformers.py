@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.precision import PolicyLike, PrecisionPolicy
@@ -331,13 +331,11 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
 
 def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
     for name in ("bf16", "fp16"):
-        if policy is not None and getattr(arguments, name):
-            raise ConfigError(
-                name,
-                True,
-                f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
-                " TRL set bf16 by default)",
-            )
+        problem = (
+            f"policy = {policy!r} is given as well; pass {name}=False (the configurations of TRL"
+            " set bf16 by default)"
+        )
+        require(policy is None or not getattr(arguments, name), name, True, problem)
 
 
 def _check_trainer(trainer: TrainerMixin) -> None:
@@ -345,72 +343,55 @@ def _check_trainer(trainer: TrainerMixin) -> None:
     arguments, accelerator = trainer.args, trainer.accelerator
     _check_ranks(arguments, accelerator)
     _check_sharding(trainer)
-    if not arguments.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices",
-            False,
-            "ranks with different numbers of labels would count as equal; remove it",
-        )
-    if "lomo" in arguments.optim or "layerwise" in arguments.optim:
-        raise ConfigError(
-            "optim",
-            str(arguments.optim),
-            "updates weights during backward, before all ranks know whether the gradients are"
-            " finite; use another optimizer",
-        )
+    equal = arguments.average_tokens_across_devices
+    problem = "ranks with different numbers of labels would count as equal; remove it"
+    require(equal, "average_tokens_across_devices", False, problem)
+    problem = (
+        "updates weights during backward, before all ranks know whether the gradients are finite;"
+        " use another optimizer"
+    )
+    valid = "lomo" not in arguments.optim and "layerwise" not in arguments.optim
+    require(valid, "optim", str(arguments.optim), problem)
     microbatches = accelerator.num_processes * arguments.gradient_accumulation_steps
-    if getattr(trainer, "loss_type", None) == "bnpo" and microbatches > 1:
-        raise ConfigError(
-            "loss_type",
-            "bnpo",
-            "is a mean of the means of microbatches, whatever their number of tokens; use dapo,"
-            " the mean over the tokens of all microbatches and ranks",
-        )
+    problem = (
+        "is a mean of the means of microbatches, whatever their number of tokens; use dapo, the"
+        " mean over the tokens of all microbatches and ranks"
+    )
+    valid = microbatches == 1 or getattr(trainer, "loss_type", None) != "bnpo"
+    require(valid, "loss_type", "bnpo", problem)
 
 
 def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
     started = RankEnvironment.from_variables().world_size
-    if started > 1 and accelerator.num_processes == 1:
-        raise ConfigError(
-            "use_cpu",
-            arguments.use_cpu,
-            f"each of the {started} ranks would train a model alone; use True on CPUs",
-        )
-    if arguments.n_gpu > 1:
-        raise ConfigError(
-            "CUDA_VISIBLE_DEVICES",
-            arguments.n_gpu,
-            "a single process would use nn.DataParallel on these GPUs, without the policy; start"
-            " one process per GPU with torchrun, or select one GPU",
-        )
+    together = started == 1 or accelerator.num_processes > 1
+    problem = f"each of the {started} ranks would train a model alone; use True on CPUs"
+    require(together, "use_cpu", arguments.use_cpu, problem)
+    problem = (
+        "a single process would use nn.DataParallel on these GPUs, without the policy; start one"
+        " process per GPU with torchrun, or select one GPU"
+    )
+    require(arguments.n_gpu <= 1, "CUDA_VISIBLE_DEVICES", arguments.n_gpu, problem)
     parallelism = getattr(accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         size = getattr(parallelism, name, None) or 1
-        if size > 1:
-            raise ConfigError(
-                f"parallelism_config.{name}",
-                size,
-                "ranks that share a sequence do not know how many of its labels they hold; use 1",
-            )
+        problem = "ranks that share a sequence do not know how many of its labels they hold; use 1"
+        require(size == 1, f"parallelism_config.{name}", size, problem)
 
 
 def _check_sharding(trainer: TrainerMixin) -> None:
     arguments, accelerator = trainer.args, trainer.accelerator
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ConfigError(
-            "distributed_config",
-            "in use",
-            "Transformers shards and reduces in its own dtypes; load the model without it, and set"
-            " fsdp in the training arguments",
-        )
+    loaded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    problem = (
+        "Transformers shards and reduces in its own dtypes; load the model without it, and set fsdp"
+        " in the training arguments"
+    )
+    require(not loaded, "distributed_config", "in use", problem)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if arguments.fsdp and not accelerator.shards:
-        raise ConfigError(
-            "fsdp",
-            arguments.fsdp,
-            "accelerate shards only on several GPUs, and would train a whole model on each rank;"
-            " remove it, or use distmp.Engine, which shards on CPUs too",
-        )
+    problem = (
+        "accelerate shards only on several GPUs, and would train a whole model on each rank; remove"
+        " it, or use distmp.Engine, which shards on CPUs too"
+    )
+    require(accelerator.shards or not arguments.fsdp, "fsdp", arguments.fsdp, problem)
     if plugin is not None and arguments.gradient_accumulation_steps > 1:
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

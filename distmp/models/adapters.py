@@ -12,7 +12,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -86,6 +85,7 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
             linear layer.
     """
     import peft
+    from peft.tuners.lora import LoraLayer
 
     check_settings(values)
     is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
@@ -99,7 +99,10 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     require(valid, f"{SETTING}.target_modules", None, hint)
     try:
         config = peft.LoraConfig(**{"task_type": task, **values})
-        with warnings.catch_warnings(record=True) as caught, _without_memory():
+        # Adapters are created on the meta device; `_create` gives them memory. peft would move them
+        # to the device of the layer, which torch refuses for fake tensors.
+        move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
+        with warnings.catch_warnings(record=True) as caught, torch.device("meta"), move:
             peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError, KeyError, re.error) as error:
         first_line = str(error).strip().partition("\n")[0]
@@ -114,19 +117,6 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     record_more(
         model, lambda: _create(model, values.get("init_lora_weights", True)), seed, stored_name
     )
-
-
-@contextmanager
-def _without_memory() -> Iterator[None]:
-    """Let peft create adapters on the meta device; `_create` gives them memory.
-
-    peft would then move them to the device of the layer, which torch refuses for fake tensors.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
-    with torch.device("meta"), move:
-        yield
 
 
 def _linear_layers(forwards: Mapping[str, Any]) -> str:
@@ -234,10 +224,6 @@ def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
     Returns:
         "config", the content of adapter_config.json.
     """
-    config = {key: _plain(value) for key, value in model.peft_config[_ADAPTER].to_dict().items()}  # type: ignore[index,union-attr]
-    config |= {"base_model_name_or_path": base, "inference_mode": True}
-    return {"config": config}
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else value
+    config: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()  # type: ignore[index,union-attr]
+    plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    return {"config": plain | {"base_model_name_or_path": base, "inference_mode": True}}

@@ -73,12 +73,8 @@ def rebuild(directory: str | Path) -> nn.Module:
     """
     described = read(directory)
     kind = described.pop("model_type")
-    if kind != TRANSFORMER:
-        raise ConfigError(
-            "directory",
-            str(directory),
-            f"has a model of type {kind!r}; only {TRANSFORMER!r} can be built from config.json",
-        )
+    problem = f"has a model of type {kind!r}; only {TRANSFORMER!r} can be built from config.json"
+    require(kind == TRANSFORMER, "directory", str(directory), problem)
     try:
         return Transformer(TransformerConfig(**described))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -126,11 +122,8 @@ def _transformer_config(
 ) -> TransformerConfig:
     vocabulary = config.options.get("vocabulary_size", vocabulary_size)
     if vocabulary is None:
-        raise ConfigError(
-            "model.options.vocabulary_size",
-            None,
-            "set it: the data does not define the number of token ids",
-        )
+        hint = "set it: the data does not define the number of token ids"
+        raise ConfigError("model.options.vocabulary_size", None, hint)
     transformer = config.transformer(vocabulary, sequence_length)
     samples = f"samples have data.sequence_length = {sequence_length} tokens"
     for name, needed, what in (
@@ -145,10 +138,6 @@ def _transformer_config(
 
 def _build_from_callable(config: ModelConfig) -> nn.Module:
     model = config.function()(**config.options)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "model.name",
-            config.name,
-            f"returned a {type(model).__name__}; return a torch.nn.Module",
-        )
+    problem = f"returned a {type(model).__name__}; return a torch.nn.Module"
+    require(isinstance(model, nn.Module), "model.name", config.name, problem)
     return model

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, listed, nearest
+from distmp.errors import ConfigError, listed, nearest, require
 from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.settings import ModelConfig
@@ -63,7 +63,23 @@ def weights_directory(name: str) -> Path | None:
         ConfigError: If the weights are not safetensors.
     """
     path = locate(name)
-    return path if _has_weights(name, path) else None
+    error = partial(ConfigError, "model.name", name)
+    if path.suffix == ".json":
+        return None
+    if (path / ADAPTER_CONFIG).exists():
+        raise error(
+            "has adapters of peft, which are not loaded; merge them into the model (peft's "
+            "merge_and_unload) and name the directory of the result",
+        )
+    # An index without its files is an error, not a model with random weights.
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return path
+    if pickles := sorted(file.name for file in path.glob("*.bin")):
+        raise error(
+            f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
+            f"safetensors, or name {path / CONFIG_FILE} for random weights",
+        )
+    return None
 
 
 def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
@@ -77,8 +93,21 @@ def load(config: ModelConfig) -> tuple[nn.Module, list[str]]:
     """
     path = locate(config.name)
     with _quiet(), _refusals(config.name):
-        model, unknown = _load(config, path, _read_config(path, config.options))
-        return _prepared(model), unknown
+        model, report = _auto_model().from_pretrained(
+            str(path),
+            config=_read_config(path, config.options),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+        )
+        # transformers fills these with random values.
+        _refuse(config, report["missing_keys"], "of the model are not in the directory")
+        other = [name for name, *_ in report["mismatched_keys"]]
+        _refuse(config, other, "of the directory have other shapes than in the model")
+        return _prepared(model), [*map(str, report["unexpected_keys"])]
 
 
 def refuse_unused(model: nn.Module, unknown: Sequence[str], config: ModelConfig) -> None:
@@ -233,51 +262,11 @@ def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_le
     }
     for key, (needed, what) in limits.items():
         value = getattr(text, key, None)
-        if isinstance(value, int) and value < needed:
-            raise ConfigError(
-                "model.name",
-                name,
-                f"has {key} = {value} for {needed} {what}; change the data, or set model.options: "
-                f"{{{key}: {needed}}} for a model with random weights",
-            )
-
-
-def _has_weights(name: str, path: Path) -> bool:
-    error = partial(ConfigError, "model.name", name)
-    if path.suffix == ".json":
-        return False
-    if (path / ADAPTER_CONFIG).exists():
-        raise error(
-            "has adapters of peft, which are not loaded; merge them into the model (peft's "
-            "merge_and_unload) and name the directory of the result",
+        problem = (
+            f"has {key} = {value} for {needed} {what}; change the data, or set model.options: "
+            f"{{{key}: {needed}}} for a model with random weights"
         )
-    # An index without its files is an error, not a model with random weights.
-    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
-        return True
-    if pickles := sorted(file.name for file in path.glob("*.bin")):
-        raise error(
-            f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
-            f"safetensors, or name {path / CONFIG_FILE} for random weights",
-        )
-    return False
-
-
-def _load(config: ModelConfig, path: Path, described: Any) -> tuple[nn.Module, list[str]]:
-    model, report = _auto_model().from_pretrained(
-        str(path),
-        config=described,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        dtype=torch.float32,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report
-    )
-    # transformers fills these with random values.
-    _refuse(config, report["missing_keys"], "of the model are not in the directory")
-    other = [name for name, *_ in report["mismatched_keys"]]
-    _refuse(config, other, "of the directory have other shapes than in the model")
-    return model, [*map(str, report["unexpected_keys"])]
+        require(not isinstance(value, int) or value >= needed, "model.name", name, problem)
 
 
 def _auto_model() -> Any:
@@ -291,10 +280,8 @@ def _refusals(name: str) -> Iterator[None]:
     """Turn errors of transformers, which are of any type, into one of `model.name`."""
     try:
         yield
-    except ConfigError:
-        raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, ConfigError) or is_out_of_memory(error):
             raise
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError("model.name", name, f"refused by transformers: {first_line}") from error

@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.utils.files import MODEL, located
 from distmp.utils.imports import require_package
 
@@ -22,13 +22,11 @@ def locate(name: str) -> Path:
     """
     path = Path(located("model.name", name.removeprefix(PREFIX), MODEL)).expanduser()
     file = path if path.suffix == ".json" else path / CONFIG_FILE
-    if not file.is_file():
-        raise ConfigError(
-            "model.name",
-            name,
-            f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. "
-            "Nothing is downloaded",
-        )
+    problem = (
+        f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. Nothing "
+        "is downloaded"
+    )
+    require(file.is_file(), "model.name", name, problem)
     require_package("model.name", name, "transformers", "hf")
     return path
 

@@ -29,13 +29,11 @@ def is_hugging_face(batch: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: If it has "inputs", too.
     """
-    if "input_ids" in batch and "inputs" in batch:
-        raise ConfigError(
-            "batch",
-            [*batch],
-            "has 'inputs' and 'input_ids'; return either inputs and targets (shifted by one "
-            "token), or input_ids and labels (not shifted)",
-        )
+    problem = (
+        "has 'inputs' and 'input_ids'; return either inputs and targets (shifted by one token), or "
+        "input_ids and labels (not shifted)"
+    )
+    require("input_ids" not in batch or "inputs" not in batch, "batch", [*batch], problem)
     return "input_ids" in batch
 
 
@@ -71,13 +69,11 @@ def model_inputs(
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
     ids, labels, mask = batch["input_ids"], batch.get("labels"), batch.get("attention_mask")
-    if labels is None and mask is None:
-        raise ConfigError(
-            "batch",
-            [*batch],
-            f"has no 'labels'; add them (a copy of input_ids, not shifted, with {IGNORED} where no "
-            "token is to be predicted), or the 'attention_mask' of the padding, which gives them",
-        )
+    problem = (
+        f"has no 'labels'; add them (a copy of input_ids, not shifted, with {IGNORED} where no "
+        "token is to be predicted), or the 'attention_mask' of the padding, which gives them"
+    )
+    require(labels is not None or mask is not None, "batch", [*batch], problem)
     found = ids.masked_fill(mask == 0, IGNORED) if labels is None and mask is not None else labels
     if found is None or found.shape != ids.shape or ids.dim() != 2:
         shapes = {key: tuple(value.shape) for key, value in batch.items() if key != "position_ids"}
@@ -217,9 +213,6 @@ def logits_of(output: Any) -> Tensor:
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise ConfigError(
-            "model",
-            type(output).__name__,
-            "the model returned this; return logits, or an output with an attribute `logits`",
-        )
+        problem = "the model returned this; return logits, or an output with an attribute `logits`"
+        raise ConfigError("model", type(output).__name__, problem)
     return logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distmp.data import IGNORED
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.models.loss import logits_of
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.utils.imports import load_function
@@ -41,12 +41,9 @@ def find_metric(name: str, path: str) -> Metric | None:
     Raises:
         ConfigError: If the name is reserved, or the path names no function of two arguments.
     """
-    if name == "loss" or name.startswith(EMA_PREFIX) or not name.isidentifier():
-        raise ConfigError(
-            f"validation.metrics.{name}",
-            path,
-            "choose another name: letters, digits and '_', not 'loss' and not 'ema_...'",
-        )
+    valid = name.isidentifier() and name != "loss" and not name.startswith(EMA_PREFIX)
+    hint = "choose another name: letters, digits and '_', not 'loss' and not 'ema_...'"
+    require(valid, f"validation.metrics.{name}", path, hint)
     if path == PERPLEXITY:
         return None
     if path == "accuracy":

@@ -88,11 +88,8 @@ class ModelConfig:
         if self.is_hugging_face:
             locate(self.name)
         elif not self.is_import_path and self.name != "transformer":
-            raise ConfigError(
-                "model.name",
-                self.name,
-                "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'",
-            )
+            hint = "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'"
+            raise ConfigError("model.name", self.name, hint)
         hint = "write 'next_token' or an import path 'module:callable'"
         require(":" in self.loss or self.loss == "next_token", "model.loss", self.loss, hint)
         require(self.size in SIZES, "model.size", self.size, nearest(self.size, SIZES))

@@ -113,13 +113,12 @@ def _with_groups(
             raise ConfigError(
                 "optim.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                "optim.name",
-                config.name,
-                f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
-                "torch.optim.Optimizer",
-            )
+        problem = (
+            f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
+            "torch.optim.Optimizer"
+        )
+        valid = isinstance(optimizer, torch.optim.Optimizer)
+        require(valid, "optim.name", config.name, problem)
         return optimizer
 
     return create
@@ -149,19 +148,12 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         ConfigError: If the schedule is unknown, its options do not fit, or it needs a metric.
     """
     if config.name in SHAPES:
-        if config.options:
-            raise ConfigError(
-                "schedule.options",
-                config.options,
-                f"{config.name!r} takes none; name a scheduler by its import path",
-            )
+        problem = f"{config.name!r} takes none; name a scheduler by its import path"
+        require(not config.options, "schedule.options", config.options, problem)
         most = max(0, steps - config.warmup(steps))
-        if (config.decay_steps or 0) > most:
-            raise ConfigError(
-                "schedule.decay_steps",
-                config.decay_steps,
-                f"is more than the run has after its warm-up; use at most {most}",
-            )
+        problem = f"is more than the run has after its warm-up; use at most {most}"
+        decay = config.decay_steps
+        require((decay or 0) <= most, "schedule.decay_steps", decay, problem)
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
     if ":" not in config.name:
         problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
@@ -186,12 +178,8 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
 def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int) -> None:
     # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)
-    if last is not None and steps > last + 1:
-        raise ConfigError(
-            "schedule.options.total_steps",
-            last,
-            f"{config.name} ends before the run, which has {steps} updates; set it to {steps}",
-        )
+    problem = f"{config.name} ends before the run, which has {steps} updates; set it to {steps}"
+    require(last is None or steps <= last + 1, "schedule.options.total_steps", last, problem)
 
 
 def _with_warmup(

@@ -87,12 +87,9 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
         name = getattr(build, "__name__", type(build).__name__)
         problem = f"cannot be called with an optimizer ({error}); pass a function that builds a "
         raise ConfigError("schedule", name, f"{problem}scheduler on it: {_EXAMPLE}") from error
-    if not callable(getattr(schedule, "step", None)):
-        raise ConfigError(
-            "schedule",
-            type(schedule).__name__,
-            f"is what the function returned; return a scheduler of torch: {_EXAMPLE}",
-        )
+    usable, kind = callable(getattr(schedule, "step", None)), type(schedule).__name__
+    problem = f"is what the function returned; return a scheduler of torch: {_EXAMPLE}"
+    require(usable, "schedule", kind, problem)
     for part in _parts(schedule):
         _check_part(part, optimizer)
     return schedule

@@ -351,13 +351,11 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
             )
         name, tensor = entry
         hidden = group.get("muon", is_hidden(name, tensor, adamw))
-        if hidden and tensor.dim() != 2:
-            raise ConfigError(
-                "optimizer",
-                "Muon",
-                f"orthogonalizes matrices, but {name!r} has the shape {tuple(tensor.shape)}; "
-                "leave it to AdamW (muon=False)",
-            )
+        problem = (
+            f"orthogonalizes matrices, but {name!r} has the shape {tuple(tensor.shape)}; "
+            "leave it to AdamW (muon=False)"
+        )
+        require(tensor.dim() == 2 or not hidden, "optimizer", "Muon", problem)
         parts[hidden].append((name, tensor))
     return [{**group, "params": part, "muon": muon} for muon, part in parts.items() if part]
 

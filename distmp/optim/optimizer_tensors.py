@@ -48,13 +48,15 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         name = getattr(factory, "__name__", type(factory).__name__)
         problem = f"cannot be called with [(name, tensor), ...] ({error}); pass a function that "
         raise ConfigError("optimizer", name, f"{problem}builds it: {_EXAMPLE}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer",
-            type(optimizer).__name__,
-            f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}",
-        )
+    kind = type(optimizer).__name__
+    problem = f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}"
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer", kind, problem)
     check_kind(optimizer)
+    initialized = hasattr(optimizer, "_optimizer_step_post_hooks")
+    problem = "takes no hooks; call super().__init__(params, defaults) in its __init__"
+    require(initialized, "optimizer", kind, problem)
+    has_rates = all("lr" in group for group in optimizer.param_groups)
+    require(has_rates, "optimizer", kind, "has a parameter group without 'lr'; add the rate")
     _check_tensors(optimizer, parameters)
     are_copies = not all(isinstance(tensor, nn.Parameter) for _, tensor in parameters)
     are_empty = are_copies and not all(group["params"] for group in optimizer.param_groups)
@@ -62,7 +64,7 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         logger.warning(
             "a parameter group of %s is empty; the function that builds it gets FP32 copies or "
             "shards, so choose tensors by name or shape, not among model.parameters()",
-            type(optimizer).__name__,
+            kind,
         )
     keeps_graphs = any(group.get("differentiable") for group in optimizer.param_groups)
     problem = "keeps graphs of updates; remove the argument"
@@ -239,21 +241,19 @@ def set_rounding(optimizer: torch.optim.Optimizer, policy: PrecisionPolicy) -> N
         ConfigError: If it cannot, or was built to round stochastically under another policy.
     """
     if not isinstance(optimizer, AdamW):
-        if policy.stochastic_rounding:
-            raise ConfigError(
-                "precision.policy.stochastic_rounding",
-                True,
-                f"needs an optimizer that rounds, which {type(optimizer).__name__} does not; use "
-                "distmp.optim.AdamW, or remove it",
-            )
-        return
-    if optimizer.stochastic_rounding and not policy.stochastic_rounding:
-        raise ConfigError(
-            "optimizer",
-            "stochastic_rounding=True",
-            f"contradicts the policy {policy.name!r}; use 'bf16-pure,stochastic_rounding=true', or "
-            "remove the argument",
+        problem = (
+            f"needs an optimizer that rounds, which {type(optimizer).__name__} does not; use "
+            "distmp.optim.AdamW, or remove it"
         )
+        fits = not policy.stochastic_rounding
+        require(fits, "precision.policy.stochastic_rounding", True, problem)
+        return
+    problem = (
+        f"contradicts the policy {policy.name!r}; use 'bf16-pure,stochastic_rounding=true', or "
+        "remove the argument"
+    )
+    agrees = policy.stochastic_rounding or not optimizer.stochastic_rounding
+    require(agrees, "optimizer", "stochastic_rounding=True", problem)
     optimizer.stochastic_rounding = policy.stochastic_rounding
 
 
@@ -300,7 +300,7 @@ def build_on_shards(
         (name, shard.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, shard in shards
     ]
     optimizer = build_on(factory, placeholders)
-    _check_elementwise(type(optimizer), quiet=quiet)
+    _check_elementwise(optimizer, quiet=quiet)
     shard_of = {
         id(placeholder): shard
         for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
@@ -318,14 +318,17 @@ def build_on_shards(
     return optimizer
 
 
-def _check_elementwise(kind: type[torch.optim.Optimizer], *, quiet: bool) -> None:
+def _check_elementwise(optimizer: torch.optim.Optimizer, *, quiet: bool) -> None:
+    kind = type(optimizer)
     # Muon exchanges shards; shards consist of whole blocks of AdamW.
     bases = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
     if any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in bases):
         return
     name = kind.__name__
+    # Such as Lookahead: the optimizer inside would keep the placeholders.
+    wraps = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)
-    if known or kind.__module__.startswith("torch.optim"):
+    if known or wraps or kind.__module__.startswith("torch.optim"):
         raise ConfigError(
             "shard_optimizer",
             True,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import CheckpointError, listed, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
@@ -46,12 +46,10 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
-            if group["momentum"] and group["dampening"]:
-                raise ConfigError(
-                    "optim.options.dampening",
-                    group["dampening"],
-                    "fused SGD with dampening cannot skip its first step; set fused to false",
-                )
+            dampening = group["dampening"]
+            problem = "fused SGD with dampening cannot skip its first step; set fused to false"
+            valid = not (group["momentum"] and dampening)
+            require(valid, "optim.options.dampening", dampening, problem)
             if group["momentum"]:
                 for parameter in group["params"]:
                     if "momentum_buffer" not in optimizer.state[parameter]:

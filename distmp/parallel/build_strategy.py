@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.parallel import settings
 from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
@@ -64,12 +64,8 @@ def build_strategy(
     accumulation = accumulation or settings.AccumulationSettings()
     config = config or settings.ParallelConfig()
     config.sharding.check(name)
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "all strategies sum microbatches in FP32; use fp32",
-        )
+    dtype, problem = policy.accumulate_dtype, "all strategies sum microbatches in FP32; use fp32"
+    require(dtype == torch.float32, "precision.policy.accumulate", dtype, problem)
     check_parameters(module, policy)
     if name in settings.SHARDED_STRATEGIES:
         accumulation.refuse_for(name)

@@ -16,8 +16,7 @@ from collections.abc import Hashable, Mapping
 from typing import Literal, NamedTuple
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import RankStatus, Statuses
+from distmp.distributed.rank_monitor import RankMonitor, RankStatus, Statuses
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 

@@ -81,7 +81,7 @@ from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
 from distmp.parallel.materialize import InitialValues, materialize, materialize_shards
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.builders import cast_inputs_and_outputs
-from distmp.precision.keep import cast_buffers, keep_in_fp32
+from distmp.precision.keep import cast_buffers, keep_in_fp32, refuse_pickling
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import is_dtensor
@@ -153,6 +153,7 @@ class FullySharded(strategy.Strategy):
         materialize(module, values, world.device, parameters=False)
         self.module = module
         strategy.move_to(module, world.device)
+        strategy.make_contiguous(module.parameters())
         strategy.store_parameters_in_fp32(module.parameters())
         strategy.broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
@@ -165,6 +166,7 @@ class FullySharded(strategy.Strategy):
         fsdp_setup.check_ties(module, ties, name)
         materialize_shards(module, values, world.device)
         self._root = cast(FSDPModule, module)
+        vars(module)["__reduce_ex__"] = refuse_pickling  # pickle cannot find FSDP's class
         self._order = self._watch_collectives(world, policy, kept)
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)

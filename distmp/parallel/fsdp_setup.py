@@ -58,9 +58,13 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
 
     Raises:
         ConfigError: For a scalar, a trainable parameter without elements, and two parameters that
-            share memory, or a hook that would not run.
+            share memory, a hook that would not run, or an embedding with sparse gradients.
     """
     refuse_shared_memory(module, "strategy", strategy)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            problem = "has sparse gradients, which FSDP cannot reduce; use sparse=False, or 'ddp'"
+            raise ConfigError("model", name, problem)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError("model", name, HOOK)

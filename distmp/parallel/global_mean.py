@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError, listed, require
 from distmp.parallel import fsdp_internals
 from distmp.parallel.fsdp_internals import GradientReduction
 from distmp.scaling.step_decision import pack
@@ -76,13 +76,11 @@ def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
 
 
 def _ddp_reduction(ddp: Any) -> GradientReduction:
-    if ddp._join_config.enable:
-        raise ConfigError(
-            "module",
-            type(ddp).__name__,
-            "the global mean needs a loss of every rank in every step, but join() lets ranks stop "
-            "early; give ranks without data a microbatch of weight 0 instead",
-        )
+    problem = (
+        "the global mean needs a loss of every rank in every step, but join() lets ranks stop "
+        "early; give ranks without data a microbatch of weight 0 instead"
+    )
+    require(not ddp._join_config.enable, "module", type(ddp).__name__, problem)
     group, accumulates = ddp.process_group, not ddp.require_backward_grad_sync
     if ddp._comm_hooks:
         hook = fsdp_internals.name_of(ddp._comm_hooks[0][0])
@@ -130,13 +128,11 @@ def _found_divisor(found: Sequence[GradientReduction]) -> float:
 
 def _found_groups(found: Sequence[GradientReduction]) -> Sequence[dist.ProcessGroup]:
     by_ranks = {_ranks(reduction): reduction.groups for reduction in found}
-    if len(by_ranks) > 1:
-        raise ConfigError(
-            "group",
-            None,
-            "parts of the module reduce gradients over different ranks; pass the process group or "
-            "mesh of all ranks that see different samples",
-        )
+    problem = (
+        "parts of the module reduce gradients over different ranks; pass the process group or "
+        "mesh of all ranks that see different samples"
+    )
+    require(len(by_ranks) <= 1, "group", None, problem)
     return by_ranks.popitem()[1] if by_ranks else ()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.parallel import fsdp_internals
@@ -66,13 +66,11 @@ def place_matrices(
 
 
 def _check_hidden(names: list[str], model: nn.Module) -> None:
-    if not names:
-        raise ConfigError(
-            "optim.name",
-            "muon",
-            "finds no hidden matrix among the trained parameters; use adamw, or set "
-            "optim.options.adamw to patterns of the matrices that AdamW updates",
-        )
+    problem = (
+        "finds no hidden matrix among the trained parameters; use adamw, or set "
+        "optim.options.adamw to patterns of the matrices that AdamW updates"
+    )
+    require(bool(names), "optim.name", "muon", problem)
     for prefix, part in model.named_modules():
         name = parameter_name(f"{prefix}.weight").lstrip(".")
         if isinstance(part, nn.Embedding) and name in names:
@@ -114,10 +112,9 @@ def apply_reduce_dtype(module: nn.Module) -> None:
         >>> apply_reduce_dtype(model)
         >>> dist.destroy_process_group()
     """
-    if not fsdp_internals.reduce_partial_in_reduce_dtype(module):
-        raise ConfigError(
-            "module",
-            type(module).__name__,
-            "has no reduce dtype to apply; call fully_shard() first, with "
-            "mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
-        )
+    problem = (
+        "has no reduce dtype to apply; call fully_shard() first, with "
+        "mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)"
+    )
+    applies = fsdp_internals.reduce_partial_in_reduce_dtype(module)
+    require(applies, "module", type(module).__name__, problem)

@@ -105,6 +105,9 @@ class ModuleBuffers:
         self._others_before: list[BufferValues] = []
         # What the first of several microbatches wrote, with `reproducible`.
         self._of_first: BufferValues | None = None
+
+    def enlist(self) -> None:
+        """Let steps of other engines revert what they write to these buffers, too."""
         _of_all_engines.add(self)
 
     def shapes(self) -> list[tuple[int, ...]]:

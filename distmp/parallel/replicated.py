@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.optim.factories import OptimizerFactory
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import strategy
@@ -68,9 +68,8 @@ class Replicated(strategy.Strategy):
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: BufferValues | None = None
-        if self._settings.shard_optimizer:  # a shard is a range of elements in row-major order
-            for _, parameter in named:
-                parameter.data = parameter.data.contiguous()
+        if self._settings.shard_optimizer:
+            strategy.make_contiguous(parameter for _, parameter in named)
         self._drops = self._settings.on_nonfinite == "drop_microbatch"
         self._buckets = Fp32GradBuckets(
             named,
@@ -185,13 +184,12 @@ def _check_embeddings(module: nn.Module) -> None:
         ConfigError: Naming the first one.
     """
     for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise ConfigError(
-                "model",
-                name,
-                f"has max_norm={part.max_norm}, which would change other rows on each rank; "
-                "normalize what it returns instead",
-            )
+        max_norm = part.max_norm if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
+        problem = (
+            f"has max_norm={max_norm}, which would change other rows on each rank; "
+            "normalize what it returns instead"
+        )
+        require(max_norm is None, "model", name, problem)
 
 
 def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
@@ -200,9 +198,6 @@ def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> No
     Raises:
         ConfigError: For weights in 16 bits.
     """
-    if settings.shard_optimizer and policy.param_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.param",
-            policy.param_dtype,
-            "a sharded optimizer updates FP32 weights; use param=fp32 or shard_optimizer=False",
-        )
+    problem = "a sharded optimizer updates FP32 weights; use param=fp32 or shard_optimizer=False"
+    fits = policy.param_dtype == torch.float32 or not settings.shard_optimizer
+    require(fits, "precision.policy.param", policy.param_dtype, problem)

@@ -68,12 +68,9 @@ class ShardingConfig:
         }
         for setting in fields(self):
             value, strategies = getattr(self, setting.name), uses.get(setting.name, (strategy,))
-            if value != setting.default and strategy not in strategies:
-                raise ConfigError(
-                    f"sharding.{setting.name}",
-                    value,
-                    f"applies only to {' and '.join(strategies)}, but strategy is {strategy!r}",
-                )
+            problem = f"applies only to {' and '.join(strategies)}, but strategy is {strategy!r}"
+            applies = value == setting.default or strategy in strategies
+            require(applies, f"sharding.{setting.name}", value, problem)
 
 
 @dataclass(frozen=True)

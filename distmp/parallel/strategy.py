@@ -246,6 +246,8 @@ def check_model(model: object) -> None:
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
+        elif tensor.layout != torch.strided and isinstance(tensor, nn.Parameter):
+            problem = "is sparse; use a dense parameter, such as tensor.to_dense()"
         elif repeats_elements(tensor):  # a collective would write behind its memory
             problem = "has several elements in one place, as expand() leaves it; use .contiguous()"
         else:
@@ -309,6 +311,13 @@ class KnownParameters:
             if parameter.requires_grad and name not in self._trained:
                 problem = UNFROZEN if name in self._names else f"is new, {REBUILD}"
                 raise ConfigError("model", name, problem)
+
+
+@torch.no_grad()
+def make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters memory in row-major order, in which their shards are ranges."""
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:

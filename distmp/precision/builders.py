@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
+from distmp.precision import keep
 from distmp.precision.functions import functions_in_fp32
-from distmp.precision.keep import cast_buffers, keep_in_fp32, storage_dtypes
 from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -217,11 +216,11 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
             fewer than 16 bits.
     """
     refuse_low_precision_matmuls(policy)
-    dtypes = storage_dtypes(module, policy)
+    dtypes = keep.storage_dtypes(module, policy)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
-    cast_buffers(module, policy)
-    keep_in_fp32(module, policy, device_type)
+    keep.cast_buffers(module, policy)
+    keep.keep_in_fp32(module, policy, device_type)
     cast_inputs_and_outputs(module, policy)
 
 
@@ -232,13 +231,5 @@ def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
     `output_dtype`.
     """
     if policy.cast_inputs:
-        to_parameters = floating_point_cast(policy.module_dtype)
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                map_tensors(to_parameters, args),
-                map_tensors(to_parameters, kwargs),
-            ),
-            with_kwargs=True,
-        )
-    to_output = floating_point_cast(policy.output_dtype)
-    module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
+        keep.cast_inputs(module, policy.module_dtype)
+    keep.cast_outputs(module, policy.output_dtype)

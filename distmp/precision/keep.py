@@ -18,12 +18,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, did_you_mean, require
+from distmp.errors import ConfigError, TrainingError, did_you_mean, require
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -97,7 +97,8 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
     These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
     `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
-    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data. They also
+    include layers whose weight is computed from buffers, which fails in two dtypes.
 
     Raises:
         ConfigError: See `kept_modules`.
@@ -105,9 +106,17 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.kept_module_patterns)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and getattr(part, "running_mean", None) is not None:
+            if name and (getattr(part, "running_mean", None) is not None or _is_computed(part)):
                 kept[name] = part
     return _outermost(module, kept)
+
+
+def _is_computed(part: nn.Module) -> bool:
+    """Return whether a weight is computed from FP32 buffers (spectral_norm, orthogonal)."""
+    parametrizations = getattr(part, "parametrizations", None)
+    if parametrizations is None:
+        return hasattr(part, "weight_u")  # torch.nn.utils.spectral_norm
+    return any(True for _ in parametrizations.buffers())
 
 
 def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:
@@ -200,7 +209,7 @@ def run_in_fp32(
         device_type: Device type of the module: "cuda", "cpu".
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
-    module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
+    cast_inputs(module, torch.float32)
     instance_forward: Callable[..., Any] | None = vars(module).get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -213,13 +222,48 @@ def run_in_fp32(
     # autocast would stay disabled after an exception.
     module.forward = MethodType(forward, module)
     if output_dtype is not None:
-        to_output = floating_point_cast(output_dtype)
-        module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
+        cast_outputs(module, output_dtype)
 
 
-def _inputs_in_fp32(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    cast = floating_point_cast(torch.float32)
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Register a hook that casts floating-point inputs of a module."""
+    cast = floating_point_cast(dtype)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (map_tensors(cast, args), map_tensors(cast, kwargs)),
+        with_kwargs=True,
+    )
+
+
+def refuse_pickling(*_: object) -> NoReturn:
+    """Refuse to pickle a prepared module, which has hooks and copies of weights.
+
+    Raises:
+        TrainingError: Always.
+    """
+    raise TrainingError(
+        "a prepared model cannot be pickled (torch.save); use engine.export(directory) or "
+        "engine.save(directory), or save its state_dict()"
+    )
+
+
+class _OutputCast:
+    """A forward hook that casts outputs; modules with it can be copied, but not pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._cast = floating_point_cast(dtype)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(self._cast, output)
+
+    def __deepcopy__(self, memo: object) -> _OutputCast:
+        return self
+
+    __reduce_ex__ = refuse_pickling
+
+
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Register a hook that casts floating-point outputs of a module."""
+    module.register_forward_hook(_OutputCast(dtype))
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
@@ -249,13 +293,12 @@ def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.
     if type(part).forward is not nn.Module.forward:
         yield name, part
         return
-    if any(True for _ in part.parameters(recurse=False)):
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            pattern,
-            f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the "
-            "module that uses them",
-        )
+    problem = (
+        f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the module "
+        "that uses them"
+    )
+    holds = any(True for _ in part.parameters(recurse=False))
+    require(not holds, "precision.policy.keep_fp32", pattern, problem)
     for child_name, child in part.named_children():
         yield from _called(f"{name}.{child_name}", child, pattern)
 

@@ -111,12 +111,10 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
-    if items.keys() == {"name"} and str(items["name"]) in PRESETS:
-        raise ConfigError(
-            f"{SETTING}.name",
-            items["name"],
-            f"is only a label of an FP32 policy; use preset={items['name']}",
-        )
+    if items.keys() == {"name"}:
+        name = items["name"]
+        problem = f"is only a label of an FP32 policy; use preset={name}"
+        require(str(name) not in PRESETS, f"{SETTING}.name", name, problem)
     base = _preset(items.pop("preset", "fp32"))
     for key in items:
         if key not in FIELDS:
@@ -140,17 +138,15 @@ def name_of(built: PrecisionPolicy) -> str:
 
 
 def _preset(name: Any) -> PrecisionPolicy:
-    if name == "auto":
-        raise ConfigError(
-            SETTING,
-            name,
-            "is resolved for a device by distmp.resolve and cannot be changed; name a preset to "
-            "change something in it",
-        )
+    problem = (
+        "is resolved for a device by distmp.resolve and cannot be changed; name a preset to change "
+        "something in it"
+    )
+    require(name != "auto", SETTING, name, problem)
     if not isinstance(name, str) or name not in PRESETS:
         same = LIGHTNING_POLICIES.get(str(name))
-        problem = f"use {same!r}, which means the same" if same else None
-        raise ConfigError(SETTING, name, problem or nearest(str(name), [*PRESETS, "auto"]))
+        advice = f"use {same!r}, which means the same" if same else None
+        raise ConfigError(SETTING, name, advice or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
 
 
@@ -158,8 +154,7 @@ def _value(key: str, value: Any) -> Any:
     """Convert the value of a key to the type of its field; the policy checks it."""
     if value == "none" and key in ("buffer", "forward", "grad", "wgrad", "loss_scale"):
         return None
-    dtypes = ("param", "compute", "reduce", "accumulate", "buffer", "output")
-    if key in dtypes and (key, value) != ("buffer", None):
+    if FIELDS[key].endswith("_dtype") and (key, value) != ("buffer", None):
         if not isinstance(value, str) or value not in _DTYPES:
             problem = nearest(str(value), DTYPE_WORDS)
             raise ConfigError(f"{SETTING}.{key}", value, problem)
@@ -317,13 +312,8 @@ def _gpu(device: torch.device) -> str:
 def _cpu_features(features: tuple[str, ...]) -> list[str]:
     """Return which of the features the CPU has, according to `/proc/cpuinfo`."""
     try:
-        with open("/proc/cpuinfo") as lines:
-            available = {
-                word
-                for line in lines
-                if line.startswith(("flags", "Features"))
-                for word in line.split()
-            }
+        with open("/proc/cpuinfo") as text:
+            available = text.read().split()
     except OSError:  # not Linux: assume that they are missing, which is slow at worst
         return []
     return [feature for feature in features if feature in available]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distmp.errors import listed
 from distmp.precision.policy import PrecisionPolicy
 from distmp.precision.stochastic import parameter_id
 from distmp.quantization import linear
@@ -86,7 +87,7 @@ class LowPrecisionLayers:
             reasons.setdefault(reason, []).append(name)
         count = f"{len(self.modules)} of {len(self.modules) + len(self.high_precision)}"
         text = f"{count} linear layers have low-precision matmuls, {self.backend}"
-        others = [f"{_some(names)} ({reason})" for reason, names in reasons.items()]
+        others = [f"{listed(names)} ({reason})" for reason, names in reasons.items()]
         return f"{text}; in the compute dtype: {', '.join(others)}" if others else text
 
 
@@ -141,11 +142,6 @@ def _restore_forward(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(vars(module).get("forward"), "has_low_precision_matmuls", False):
             del module.forward
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 logger = logging.getLogger("distmp")

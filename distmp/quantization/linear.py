@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.precision.stochastic import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, Operand, quantize
 from distmp.quantization.products import choose_product
@@ -167,13 +167,12 @@ def _check_differentiated_once(formats: ProductFormats) -> None:
     # While torch compiles a backward, gradients are enabled in any case.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    if formats.grad is not None or formats.wgrad is not None:
-        raise ConfigError(
-            "loss",
-            "torch.autograd.grad(..., create_graph=True)",
-            "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
-            "precision.policy, or bf16",
-        )
+    problem = (
+        "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
+        "precision.policy, or bf16"
+    )
+    valid = formats.grad is None and formats.wgrad is None
+    require(valid, "loss", "torch.autograd.grad(..., create_graph=True)", problem)
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:

@@ -223,36 +223,25 @@ _SMALLEST_BLOCK_SCALE = 2.0**-9
 
 
 class Operand(NamedTuple):
-    """A matrix in a low-precision format; it represents `values * block scale * outer scale`.
+    """A matrix in a low-precision format; it represents `values * outer`.
 
     Attributes:
-        values: [rows, columns], FP32 with values that the format represents.
+        values: [rows, columns], FP32 with values that the format represents, multiplied by the
+            scales of blocks, if any; the products are exact.
         outer: Scale of each row or of all, FP32 of shape [rows, 1] or [1, 1].
-        blocks: Scales of blocks, FP32 of shape [rows / block[0], columns / block[1]], each rounded
-            up; None without blocks.
-        block: Rows and columns of a block.
         number_format: The format of the values.
     """
 
     values: Tensor
     outer: Tensor
-    blocks: Tensor | None
-    block: tuple[int, int]
     number_format: NumberFormat
 
     def transposed(self) -> Operand:
         """Return the transposed matrix, for scales that do not belong to rows."""
-        blocks = None if self.blocks is None else self.blocks.t()
-        return self._replace(values=self.values.t(), blocks=blocks, block=self.block[::-1])
-
-    def block_scaled(self) -> Tensor:
-        """Return the values multiplied by their block scales, FP32 [rows, columns]; exact."""
-        if self.blocks is None:
-            return self.values
-        return self.values * expand_blocks(self.blocks, self.block, self.values.shape)
+        return self._replace(values=self.values.t())
 
 
-def expand_blocks(blocks: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+def _expand_blocks(blocks: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """Repeat a value for each block to `shape`, [rows, columns]."""
     for dimension in (0, 1):
         if block[dimension] > 1:
@@ -282,18 +271,18 @@ def quantize(
     """
     matrix, number_format = matrix.float(), FORMATS[format_name]
     size = BLOCK_SIZES.get(scaling, 1)
-    block = (size if square else 1, size)
     largest = _largest_magnitudes(matrix, scaling, square=square)
     outer, blocks = _scales(largest, number_format, scaling)
-    scales = outer if blocks is None else expand_blocks(blocks, block, matrix.shape) * outer
-    scaled = matrix / scales
+    if blocks is not None:
+        blocks = _expand_blocks(blocks, (size if square else 1, size), matrix.shape)
+    scaled = matrix / (outer if blocks is None else blocks * outer)
     if uniform is None:
         values = round_to_nearest(scaled, number_format)
     else:
         values = round_stochastically(scaled, number_format, uniform)
     if counts is not None:
         outer = counts.add(outer, scaled, values, largest, number_format)
-    return Operand(values, outer, blocks, block, number_format)
+    return Operand(values if blocks is None else values * blocks, outer, number_format)
 
 
 def _largest_magnitudes(matrix: Tensor, scaling: str, *, square: bool) -> Tensor:

@@ -45,7 +45,7 @@ def emulated_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32)
     Returns:
         [m, n].
     """
-    first, second = a.block_scaled(), b.block_scaled().t()
+    first, second = a.values, b.values.t()
     if dtype == torch.bfloat16 and first.device.type == "cpu":
         # bfloat16 represents the operands exactly, and this product sums in FP32. It is four times
         # as fast.

@@ -24,9 +24,8 @@ from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.comparison import Fingerprint
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import PendingDecision
-from distmp.errors import ConfigError, TrainingError, listed
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
+from distmp.errors import ConfigError, TrainingError, listed, require
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
     check_norm,
@@ -154,10 +153,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 min_scale=min(1.0, init_scale) if min_scale is None else min_scale,
                 max_scale=max(2.0**24, init_scale) if max_scale is None else max_scale,
             )
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ConfigError(
-                "max_consecutive_skips", max_consecutive_skips, "use 1 or more steps, or None"
-            )
+        most = max_consecutive_skips
+        valid = most is None or most >= 1
+        require(valid, "max_consecutive_skips", most, "use 1 or more steps, or None")
         self._max_consecutive_skips = max_consecutive_skips
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
@@ -560,6 +558,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if self._scale is None and self._ranks.world_size > 1:
             # A rank without data has no loss to scale, but takes part in the decision.
             self._make_scale(torch.device(self._device))
+        if self._scale is None:
+            raise AssertionError(f"call scaler.scale(loss).backward() before {funcname}().")
         return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

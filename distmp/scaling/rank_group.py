@@ -13,8 +13,7 @@ from torch import Tensor
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.collectives import backends
-from distmp.distributed.rank_monitor import RankMonitor
-from distmp.distributed.rank_status import PendingDecision
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.calls import ADVICE
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.annotations import check_types, consequential
 
@@ -111,12 +111,9 @@ def loss_scale_rules(
         return None
     if scale == "dynamic":
         return rules
-    if rules.init not in (LossScaleConfig.init, scale):
-        raise ConfigError(
-            "precision.loss_scale.init",
-            rules.init,
-            f"the policy fixes the loss scale at {scale:g}; remove one of the two settings",
-        )
+    problem = f"the policy fixes the loss scale at {scale:g}; remove one of the two settings"
+    fits = rules.init in (LossScaleConfig.init, scale)
+    require(fits, "precision.loss_scale.init", rules.init, problem)
     return replace(rules, dynamic=False, init=float(scale))
 
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from distmp.errors import ConfigError, require
 from distmp.utils.imports import parse_entries
 
-_NOTATION = "write a name, or {name: NAME, options: {OPTION: VALUE}}"
-
 # A trace of more steps is too large to open.
 MAX_STEPS = 100
 
@@ -52,7 +50,7 @@ class LogConfig:
             ConfigError: If an entry has other keys than `name` and `options`, or values of other
                 types.
         """
-        return dict(parse_entries("log.trackers", self.trackers, _NOTATION))
+        return {each.name: each.options for each in parse_entries("log.trackers", self.trackers)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         if self.steps is None:
             return
-        first, last = self._parsed()
+        first, last = self.window.start, self.window.stop - 1
         require(first >= 1, "profile.steps", self.steps, "steps are counted from 1")
         require(last >= first, "profile.steps", self.steps, f"write {last}:{first}")
         hint = f"record at most {MAX_STEPS} steps; a few are enough"
@@ -82,8 +80,11 @@ class ProfileConfig:
         """The steps to record, counted from 1; empty without a profile."""
         if self.steps is None:
             return range(0)
-        first, last = self._parsed()
-        return range(first, last + 1)
+        match = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", str(self.steps).strip())
+        if match is None:
+            hint = "write the first and the last step, as in 20:25"
+            raise ConfigError("profile.steps", self.steps, hint)
+        return range(int(match[1]), int(match[2] or match[1]) + 1)
 
     def check(self, steps: int) -> None:
         """Check that a run of `steps` steps reaches all steps to record.
@@ -93,11 +94,3 @@ class ProfileConfig:
         """
         reached = not self.window or self.window[-1] <= steps
         require(reached, "profile.steps", self.steps, f"the run ends with step {steps}")
-
-    def _parsed(self) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", str(self.steps).strip())
-        if match is None:
-            raise ConfigError(
-                "profile.steps", self.steps, "write the first and the last step, as in 20:25"
-            )
-        return int(match[1]), int(match[2] or match[1])

@@ -1,4 +1,4 @@
-"""Checks the gradient of anybody's training code against float64; see docs/testing.md."""
+"""Checks the gradient of anybody's training code against float64."""
 
 from distmp.testing.auditing import AuditReport, audit
 from distmp.testing.check import check_gradient

@@ -7,12 +7,13 @@ inputs and random numbers, and compares them as `check_gradient` does.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +29,6 @@ from distmp.errors import rank_names, ranks_by_value, require
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
-from distmp.testing.gradients import ByName
 from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
 from distmp.utils.tensor_trees import checksum
@@ -96,29 +96,24 @@ class Audit:
         self._steps: list[Step] = []
         # Of each update: whether it was skipped, and the learning rates at it.
         self._rates: list[tuple[bool, list[float]]] = []
-        self._unused = 0
         self._found: list[GradientMismatch] = []
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Install what records steps, and remove it at the end."""
+    def record(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield what records steps, which the caller enters; nothing without gradients to see."""
         if problem := gradients.unseen(self._model, self._optimizer):
             self._not_decided("model", problem)
-            yield
             return
-        with ExitStack() as stack:
-            if isinstance(self._optimizer, Optimizer):
-                stack.callback(self._optimizer.register_step_pre_hook(self._before_step).remove)
-            for owner, name, function in self._watched():
-                stack.enter_context(patch.object(owner, name, function))
-            recorder = recorded_steps(self._model, self._recorded_step, self._collectives)
-            stack.enter_context(recorder)
-            yield
-        self._compare_rates()
-        self._found += _in_no_optimizer(self._model, self._optimizer)
+        if isinstance(self._optimizer, Optimizer):
+            yield self._optimizer.register_step_pre_hook(self._before_step)
+        else:
+            step = functools.partial(self._zero_step, self._optimizer.step)
+            yield patch.object(self._optimizer, "step", step)
+        for scaler in (torch.amp.GradScaler, DistributedGradScaler):
+            yield patch.object(scaler, "step", self._scaled_step(scaler.step))
+        yield from self._watched_clipping()
+        yield recorded_steps(self._model, self._recorded_step, self._collectives)
 
-    def _watched(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield functions to replace, by owner and name, and their replacements."""
+    def _watched_clipping(self) -> Iterator[AbstractContextManager[Any]]:
         # What all names of torch's `clip_grad_norm_` call.
         clip, clip_scaled = clip_grad._clip_grads_with_norm_, DistributedGradScaler.clip_grad_norm_
 
@@ -128,15 +123,11 @@ class Audit:
 
         def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
             optimizers = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-            self._clip(_parameters(optimizers), max_norm)
+            self._clip(gradients.held_parameters(self._model, *optimizers), max_norm)
             return clip_scaled(scaler, optimizers, max_norm)
 
-        yield clip_grad, "_clip_grads_with_norm_", clipped
-        yield DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler
-        for scaler in (torch.amp.GradScaler, DistributedGradScaler):
-            yield scaler, "step", self._scaled_step(scaler.step)
-        if not isinstance(self._optimizer, Optimizer):
-            yield self._optimizer, "step", self._zero_step(self._optimizer.step)
+        yield patch.object(clip_grad, "_clip_grads_with_norm_", clipped)
+        yield patch.object(DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler)
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         step = self._current
@@ -157,20 +148,16 @@ class Audit:
 
         return step_or_skip
 
-    def _zero_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _zero_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Watch the step of a ZeRO optimizer, which calls the one in it once per group."""
+        with _disable_current_modes():
+            found = gradients.full_gradients(self._model)
+        scale = getattr(self._optimizer, "loss_scale", None)
+        result = step(*args, **kwargs)
+        self._update(found, scale, skipped=self._optimizer.overflow)
+        return result
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                found = gradients.full_gradients(self._model)
-            scale = getattr(self._optimizer, "loss_scale", None)
-            result = step(*args, **kwargs)
-            self._update(found, scale, skipped=self._optimizer.overflow)
-            return result
-
-        return watched
-
-    def _gradients(self) -> ByName:
+    def _gradients(self) -> gradients.ByName:
         return {name: p.grad for name, p in gradients.named_parameters(self._model).items()}
 
     def _recorded_step(self) -> Step:
@@ -201,12 +188,11 @@ class Audit:
         scale, found_inf = (getattr(self._optimizer, n, None) for n in ("grad_scale", "found_inf"))
         self._update(self._gradients(), scale, skipped=bool(found_inf))
 
-    def _update(self, found: ByName, scale: Any = None, *, skipped: bool) -> None:
+    def _update(self, found: gradients.ByName, scale: Any = None, *, skipped: bool) -> None:
         self._rates.append((skipped, self._learning_rates()))
         step, self._current = self._current, Step(self._collectives)
         if not skipped:
             step.gradients = _copied(found, scale or 1.0)
-            self._unused += step.end()
             self._steps.append(step)
 
     def _learning_rates(self) -> list[float]:
@@ -223,6 +209,10 @@ class Audit:
 
     def finish(self) -> None:
         """Compare the recorded steps; every rank has to call it."""
+        if not self._found:  # the model can be seen
+            self._found += _in_no_optimizer(self._model, self._optimizer)
+        self._compare_rates()
+        unused = sum(step.end() for step in self._steps)
         updates = len(self._steps)
         counts = Ranks(None).gather((updates, len(self._rates) - updates))
         if len(set(counts)) > 1:
@@ -235,36 +225,34 @@ class Audit:
                 self._not_decided("gradients", f"could not be computed again: {error}")
         elif not self._found:
             self._not_decided("optimizer", "has not been called")
-        if self._unused:
-            text = f"{self._unused} forwards without backward; look at them under torch.no_grad()"
+        if unused:
+            text = f"{unused} forwards without backward; look at them under torch.no_grad()"
             self._not_decided("model", text)
         found = over_ranks(Ranks(None).gather([*map(self._doubted, self._found)]))
         named = tuple((each.kind, str(each)) for each in found if each.kind)
         undecided = tuple(str(each) for each in found if not each.kind)
-        steps, collectives = min(updates for updates, _ in counts), dict(self._collectives)
-        self.report = AuditReport(len(counts), steps, named, undecided, collectives)
+        steps, _ = min(counts)
+        self.report = AuditReport(len(counts), steps, named, undecided, {**self._collectives})
 
     def _not_decided(self, name: str, text: str) -> None:
         self._found.append(GradientMismatch("", (name,), text))
 
     def _doubted(self, found: GradientMismatch) -> GradientMismatch:
         """Return a mismatch as one that is not decided, if it may be right."""
-        steps, assumed = self._steps, self._loss_sum is None
-        is_half = found.text.startswith("0.5 times") and any(map(_may_be_halved, steps))
-        others = "backward has terms that do not depend on the model's outputs"
-        has_others = assumed and any(step.has_other_terms for step in steps)
-        apart = any(step.is_clipped_apart for step in steps)
-        doubts = [
-            (apart, "unexplained", "parts of the gradient are clipped separately"),
-            (has_others, "unexplained", others),
-            (has_others, "miscounted", others),
-            (assumed and is_half, found.kind, "unless half the loss is wanted: pass loss_sum="),
-            (assumed, "constant", "unless the loss has this weight on purpose: pass loss_sum="),
-            (not any(s.max_norm for s in steps), "clipped", "by a function that was not seen"),
-        ]
-        for holds, kind, doubt in doubts:
-            if holds and kind == found.kind:
-                return replace(found, kind="", text=f"{found.text}; {doubt}")
+        steps, doubts = self._steps, {}
+        if not any(step.max_norm for step in steps):
+            doubts["clipped"] = "by a function that was not seen"
+        if self._loss_sum is None:
+            doubts["constant"] = "unless the loss has this weight on purpose: pass loss_sum="
+            if found.text.startswith("0.5 times") and any(map(_may_be_halved, steps)):
+                doubts[found.kind] = "unless half the loss is wanted: pass loss_sum="
+            if any(step.has_other_terms for step in steps):
+                others = "backward has terms that do not depend on the model's outputs"
+                doubts["unexplained"] = doubts["miscounted"] = others
+        if any(step.is_clipped_apart for step in steps):
+            doubts["unexplained"] = "parts of the gradient are clipped separately"
+        if doubt := doubts.get(found.kind):
+            return replace(found, kind="", text=f"{found.text}; {doubt}")
         return found
 
     def _compare(self) -> None:
@@ -301,7 +289,7 @@ class Audit:
             self._found.append(mismatch("different_weights", differ))
 
 
-def _copied(found: ByName, scale: Any = 1.0) -> ByName:
+def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:
     return {name: None if g is None else g.detach() / scale for name, g in found.items()}
 
 
@@ -315,14 +303,10 @@ def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMisma
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
     held, trained = gradients.held_parameters(model, optimizer), gradients.trained_parameters(model)
     if not held.issuperset(trained.values()):
-        objects = gc.get_objects()
-        held |= {*_parameters(each for each in objects if issubclass(type(each), Optimizer))}
+        every = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        held |= gradients.held_parameters(model, *every)
     if absent := [name for name, p in trained.items() if p not in held]:
         yield mismatch("in_no_optimizer", absent)
-
-
-def _parameters(optimizers: Iterable[Any]) -> list[nn.Parameter]:
-    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
 
 
 @contextmanager
@@ -364,6 +348,8 @@ def audit(
         problem = "pass one; call trainer.create_optimizer() before, with a Trainer of Transformers"
     require(hasattr(optimizer, "param_groups"), "optimizer", type(optimizer).__name__, problem)
     running = Audit(model, gradients.innermost(model, optimizer), loss_sum)
-    with running.recorded():
+    with ExitStack() as stack:
+        for recorder in running.record():
+            stack.enter_context(recorder)
         yield running
     running.finish()

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,12 +85,10 @@ def check_gradient(
     """
     require(weights in WANTED, "weights", weights, f"use one of {', '.join(WANTED)}")
     problem = "FSDP1 flattens its parameters: pass a plain model of the same class as reference="
-    is_plain = reference is not None or not gradients.is_fsdp1(model)
-    require(is_plain, "model", type(model).__name__, problem)
-    of_samples = weights == "samples"
-    plain = reference or model
-    wanted = Reference(plain, loss_sum or DefaultLoss(of_samples=of_samples))
-    other = None if loss_sum else Reference(plain, DefaultLoss(of_samples=not of_samples))
+    plain, of_samples = reference or model, weights == "samples"
+    require(not gradients.is_fsdp1(plain), "model", type(plain).__name__, problem)
+    wanted = Reference(plain, loss_sum or partial(default_loss, of_samples=of_samples))
+    other = None if loss_sum else Reference(plain, partial(default_loss, of_samples=not of_samples))
     extra = "accumulated_twice" if loss_sum else "token_mean" if of_samples else "sample_mean"
     ranks, results = Ranks(None), []
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
@@ -102,9 +100,8 @@ def check_gradient(
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
     if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
-        lines = [f"- {each}" for each in found]
-        problem = "\n".join(["the gradient is wrong (see docs/testing.md):", *lines])
-        raise classify.GradientError(problem, found)
+        lines = [f"- {each.kind}: {each}" for each in found]
+        raise classify.GradientError("\n".join(["the gradient is wrong:", *lines]), found)
 
 
 def _recorded(train_step: TrainStep, model: nn.Module, batches: Sequence[Any]) -> recording.Step:
@@ -140,44 +137,39 @@ class _LossCalls(TorchFunctionMode):
         return result
 
 
-@dataclass(frozen=True)
-class DefaultLoss:
-    """The sum of the losses of a microbatch, and their number.
+def default_loss(model: nn.Module, batch: Any, of_samples: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the sum of the losses of a microbatch, and their number.
 
-    A microbatch is a mapping with `labels`, which the model takes as keywords, or a pair of inputs
-    and integer labels. The loss is the one of torch that the model calls, or the cross entropy over
-    labels other than -100.
+    The loss is the one of torch that the model calls, or the cross entropy over labels other than
+    -100.
 
-    Attributes:
-        of_samples: Whether it is the sum of the mean losses of samples, and their number.
+    Args:
+        model: The model.
+        batch: A mapping with `labels`, which the model takes as keywords, or a pair of inputs and
+            integer labels.
+        of_samples: Whether to return the sum of the mean losses of samples, and their number.
     """
-
-    of_samples: bool = False
-
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return loss sum and weight of a microbatch."""
-        labels = labels_of(batch)
-        keys = [*batch] if isinstance(batch, Mapping) else type(batch).__name__
-        problem = f"neither a mapping with labels nor inputs and integer labels; {recording.PASS}"
-        require(labels is not None, "microbatch", keys, problem)
-        if isinstance(batch, Mapping):
-            with _LossCalls() as losses:
-                model(**batch)
-            problem = f"are not one; {recording.PASS}"
-            require(len(losses.calls) == 1, "loss functions in forward", len(losses.calls), problem)
-            call = losses.calls[0]
-        else:
-            logits = model(batch[0]).flatten(0, -2)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            call = (
-                cross_entropy,
-                recording.loss_arguments(cross_entropy, [logits, labels.flatten()], {}),
-            )
-        parts = recording.single_losses(*call), recording.counted_losses(*call)
-        sums, tokens = (part.reshape(len(labels), -1).sum(1) for part in parts)
-        if self.of_samples:
-            return (sums / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
-        return sums.sum(), tokens.sum()
+    labels = labels_of(batch)
+    keys = [*batch] if isinstance(batch, Mapping) else type(batch).__name__
+    problem = f"neither a mapping with labels nor inputs and integer labels; {recording.PASS}"
+    require(labels is not None, "microbatch", keys, problem)
+    if isinstance(batch, Mapping):
+        with _LossCalls() as losses:
+            model(**batch)
+        problem = f"are not one; {recording.PASS}"
+        require(len(losses.calls) == 1, "loss functions in forward", len(losses.calls), problem)
+        function, arguments = losses.calls[0]
+    else:
+        logits = model(batch[0]).flatten(0, -2)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        function = cross_entropy
+        arguments = recording.loss_arguments(function, [logits, labels.flatten()], {})
+    single = function(**{**arguments, "reduction": "none"})
+    counted = recording.counted_losses(function, arguments)
+    sums, tokens = (part.reshape(len(labels), -1).sum(1) for part in (single, counted))
+    if of_samples:
+        return (sums / tokens.clamp(min=1)).sum(), (tokens > 0).sum()
+    return sums.sum(), tokens.sum()
 
 
 def labels_of(batch: Any) -> Any:

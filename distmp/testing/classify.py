@@ -24,41 +24,42 @@ _FLOOR = 1e-6
 # Relative error of 16-bit sums of few terms.
 _ROUNDED = 2.0**-6
 
-# What is wrong, by class; docs/testing.md has the line that mends each.
+# What is wrong, and what to do, by class.
 CLASSES = {
-    "right": "agrees",
-    "ranks_twice": "divided by the number of ranks twice",
-    "ranks_never": "multiplied by the number of ranks: summed over ranks, never divided",
-    "microbatches_twice": "divided by the number of microbatches once too often",
-    "microbatches_never": "multiplied by the number of microbatches: never divided by it",
-    "short_update": "divided by the microbatches of a full update, although it has fewer",
-    "accumulated_twice": "accumulated twice, or never removed",
-    "token_mean": "agrees with the mean over tokens",
-    "sample_mean": "agrees with the mean over samples",
-    "sum": "agrees with the sum",
-    "microbatch_means": "agrees with the mean of microbatch means",
-    "rank_means": "agrees with the mean of rank means",
-    "pass_means": "agrees with the mean of the means of each microbatch over ranks",
-    "reduced_again": "microbatches reduced once more with each later one",
-    "last_microbatch": "only the last microbatch counts",
-    "own_rank": "only this rank's microbatches count: never reduced",
-    "summed_in_16_bits": "microbatches summed in 16 bits",
-    "reduced_in_16_bits": "ranks reduced in 16 bits",
-    "same_data": "only the microbatches of another rank count: ranks train on the same data",
-    "different_weights": "the weights differ between ranks",
-    "missing": "no gradient, or zero",
-    "in_no_optimizer": "in no parameter group of the optimizer",
-    "skipped": "the optimizer was not called equally often on all ranks",
-    "scheduler": "the learning rate changed after a skipped step",
-    "loss_scale": "multiplied by a loss scale, or divided by it twice",
-    "constant": "multiplied by a constant",
-    "miscounted": "divided by another number",
-    "clipped": "clipped before it was read",
-    "shard_clipped": "clipped by the norm of each rank's shard",
-    "not_finite": "NaN or infinite",
-    "weighted": "microbatches count with wrong weights",
-    "unexplained": "in no class",
+    "right": ("agrees", ""),
+    "ranks_twice": ("divided by the number of ranks twice", "multiply the loss by their number"),
+    "ranks_never": ("multiplied by the number of ranks", "divide after your own all-reduce"),
+    "microbatches_twice": ("divided by the microbatches once too often", "do not divide again"),
+    "microbatches_never": ("multiplied by the number of microbatches", "divide each mean loss"),
+    "short_update": ("divided by the microbatches of a full update", "divide by its tokens"),
+    "accumulated_twice": ("accumulated twice, or never removed", "call zero_grad"),
+    "token_mean": ("agrees with the mean over tokens", 'pass weights="tokens"'),
+    "sample_mean": ("agrees with the mean over samples", 'pass weights="samples"'),
+    "sum": ("agrees with the sum", "divide by the tokens of all ranks"),
+    "microbatch_means": ("agrees with the mean of microbatch means", "use distmp.global_mean"),
+    "rank_means": ("agrees with the mean of rank means", "all-reduce the number of tokens"),
+    "pass_means": ("agrees with the mean of microbatch means over ranks", "count all tokens first"),
+    "reduced_again": ("microbatches reduced again with each later one", "reduce after the last"),
+    "last_microbatch": ("only the last microbatch counts", "call zero_grad before the loop"),
+    "own_rank": ("never reduced: only this rank counts", "call the wrapper, not model.module"),
+    "summed_in_16_bits": ("microbatches summed in 16 bits", "use FP32 parameters and autocast"),
+    "reduced_in_16_bits": ("ranks reduced in 16 bits", "reduce in FP32, without compression hook"),
+    "same_data": ("ranks train on the same microbatches", "use DistributedSampler"),
+    "different_weights": ("the weights differ between ranks", "seed all ranks, or wrap in DDP"),
+    "missing": ("no gradient, or zero", "reduce zeros for unused parameters"),
+    "in_no_optimizer": ("in no parameter group of the optimizer", "build it after wrapping"),
+    "skipped": ("optimizer not called equally often on ranks", "use distmp.DistributedGradScaler"),
+    "scheduler": ("the learning rate changed after a skipped step", "step it with the optimizer"),
+    "loss_scale": ("multiplied by a loss scale, or divided by it twice", "unscale them once"),
+    "constant": ("multiplied by a constant", "pass loss_sum= if it is a weight"),
+    "miscounted": ("divided by another number", "count labels as the loss does"),
+    "clipped": ("clipped before it was read", "pass max_norm=, clip after reducing"),
+    "shard_clipped": ("clipped by the norm of each rank's shard", "clip DTensors, not shards"),
+    "not_finite": ("NaN or infinite", "divide by at least 1 token"),
+    "weighted": ("microbatches count with wrong weights", "divide all sums equally"),
+    "unexplained": ("in no class", "look for changes after backward"),
 }
+TEXTS = {kind: text for kind, (text, _) in CLASSES.items()}
 
 
 @dataclass
@@ -101,7 +102,7 @@ class GradientMismatch:
     """A way in which gradients are wrong.
 
     Attributes:
-        kind: A key of `CLASSES`.
+        kind: A key of `CLASSES`; empty if it may be right.
         parameters: Names of the parameters.
         text: What was measured.
         size: Norm of the error relative to the gradient wanted, the largest of all splits; NaN if
@@ -109,8 +110,8 @@ class GradientMismatch:
 
     Example:
         >>> from distmp.testing import GradientMismatch
-        >>> print(GradientMismatch("ranks_twice", ("head.weight",), "divided by 2 twice", 0.5))
-        head.weight: divided by 2 twice (0.5 off, relative)
+        >>> print(GradientMismatch("sum", ("head.weight",), "agrees with the sum", 9.0))
+        head.weight: agrees with the sum (9 off, relative); fix: divide by the tokens of all ranks
     """
 
     kind: str
@@ -120,14 +121,15 @@ class GradientMismatch:
 
     def __str__(self) -> str:
         size = f" ({self.size:.2g} off, relative)" if self.size == self.size else ""
-        return f"{listed(list(self.parameters))}: {self.text}{size}"
+        fix = f"; fix: {CLASSES[self.kind][1]}" if self.kind else ""
+        return f"{listed(list(self.parameters))}: {self.text}{size}{fix}"
 
 
 def mismatch(
     kind: str, names: Iterable[str], detail: str = "", size: float = math.nan
 ) -> GradientMismatch:
     """Return a mismatch with the text of its class."""
-    return GradientMismatch(kind, tuple(names), f"{CLASSES[kind]}{detail}", size)
+    return GradientMismatch(kind, tuple(names), f"{TEXTS[kind]}{detail}", size)
 
 
 class GradientError(DistmpError, AssertionError):
@@ -158,17 +160,17 @@ def _factors(r: int, m: int, most: int) -> list[tuple[str, float, str]]:
     """Return factors for r ranks and m microbatches: class, value and text; the simplest first."""
     both = "the number of ranks times that of microbatches"
     return [
-        ("right", 1.0, CLASSES["right"]),
-        ("ranks_twice", 1 / r, CLASSES["ranks_twice"]),
-        ("ranks_never", r, CLASSES["ranks_never"]),
-        ("microbatches_twice", 1 / m, CLASSES["microbatches_twice"]),
-        ("microbatches_never", m, CLASSES["microbatches_never"]),
-        ("short_update", m / most, CLASSES["short_update"]),
-        ("accumulated_twice", 2.0, CLASSES["accumulated_twice"]),
+        ("right", 1.0, TEXTS["right"]),
+        ("ranks_twice", 1 / r, TEXTS["ranks_twice"]),
+        ("ranks_never", r, TEXTS["ranks_never"]),
+        ("microbatches_twice", 1 / m, TEXTS["microbatches_twice"]),
+        ("microbatches_never", m, TEXTS["microbatches_never"]),
+        ("short_update", m / most, TEXTS["short_update"]),
+        ("accumulated_twice", 2.0, TEXTS["accumulated_twice"]),
         ("ranks_twice", 1 / (r * m), f"divided by {both} once too often"),
         ("ranks_never", r * m, f"multiplied by {both}: divided by neither"),
-        ("ranks_twice", 1 / r**2, CLASSES["ranks_twice"]),
-        ("ranks_never", r**2, CLASSES["ranks_never"]),
+        ("ranks_twice", 1 / r**2, TEXTS["ranks_twice"]),
+        ("ranks_never", r**2, TEXTS["ranks_never"]),
     ]
 
 
@@ -209,6 +211,7 @@ class _Predictions:
     Attributes:
         kinds: Their classes, the wanted one first, then the simplest.
         factors: Class, value and text of each of their factors.
+        mean: What is wanted, as text.
         products: As of `SplitResult`, of parameters whose gradient is finite.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
@@ -216,25 +219,24 @@ class _Predictions:
 
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split, w = split, split.weights
+        self.mean = TEXTS[wanted].removeprefix("agrees with ")
         self.products = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
         *_, extra, self.measured = np.eye(w.size + 2)
-        found = [
-            (kind, np.append(np.broadcast_to(each, w.shape), [0, 0]))
-            for kind, each in _coefficients(split)
-        ]
-        right = found[wanted == "sum"][1]
-        found.insert(0, (split.extra, extra + right * (split.extra == "accumulated_twice")))
-        self.kinds = ["right", *(kind for kind, _ in found)]
+        kinds, values = zip(*_coefficients(split), strict=True)
+        rows = [np.append(np.broadcast_to(each, w.shape), [0, 0]) for each in values]
+        right = rows[wanted == "sum"]
+        added = extra + right * (split.extra == "accumulated_twice")
+        self.kinds = ["right", split.extra, *kinds]
         self.factors = _factors(len(w), w.shape[1], most)
-        rows = np.stack([right, *(row for _, row in found)])[:, None]
-        self._predicted = rows * np.array([[[value] for _, value, _ in self.factors]])
-        self._products = self.summed(self.products)
+        factors = np.array([[value] for _, value, _ in self.factors])
+        self._predicted = np.stack([right, added, *rows])[:, None] * factors
+        products = self.summed(self.products)
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
-            norms = _norm(self._products, self._predicted)[..., None]
+            norms = _norm(products, self._predicted)[..., None]
             self._predicted = self._predicted * np.minimum(1, split.max_norm / (norms + 1e-6))
         self.wanted = self._predicted[0, 0]
-        self._norm = _norm(self._products, self.wanted)
+        self._norm = _norm(products, self.wanted)
 
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""
@@ -250,14 +252,14 @@ class _Predictions:
         """Return the relative error of several parameters that arithmetic explains."""
         return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
-    def fits(self, name: str) -> set[tuple[int, int]]:
-        """Return the predictions that a parameter's gradient agrees with: kind and factor."""
+    def fits(self, name: str) -> set[int]:
+        """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
         errors = _norm(products, self._predicted - self.measured)
         is_rounded = bool(self.split.reduction) or name in self.split.narrow
         share = self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
-        return {(int(row), int(column)) for row, column in np.argwhere(errors <= allowed)}
+        return {*np.flatnonzero(errors <= allowed).tolist()}
 
     def size(self, names: Iterable[str]) -> float:
         """Return the norm of the error of several parameters, relative to the gradient wanted."""
@@ -279,10 +281,10 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
     broken = {n for each in predictions for n in each.split.products.keys() - each.products}
-    found = [mismatch("not_finite", sorted(broken)), *_compared(predictions, wanted)]
+    found = [mismatch("not_finite", sorted(broken)), *_compared(predictions)]
     summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.narrow}
     found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
-    for reduction in sorted({split.reduction for split in splits} - {""})[:1]:
+    if reduction := max(split.reduction for split in splits):
         names = sorted(splits[0].products.keys() - summed)
         size = _size(predictions, names)
         found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
@@ -290,17 +292,17 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     return sorted(named, key=lambda each: [*CLASSES].index(each.kind))
 
 
-def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[GradientMismatch]:
+def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
     names = dict.fromkeys(name for each in predictions for name in each.products)
     labels = {
         name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
         for name in names
     }
-    left = [name for name, found in labels.items() if (0, 0) not in found]
+    left = [name for name, found in labels.items() if 0 not in found]
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
-        yield _predicted(predictions, best, [n for n in left if best in labels[n]], wanted)
+        yield _predicted(predictions, best, [name for name in left if best in labels[name]])
         left = [name for name in left if best not in labels[name]]
     missing = {name for name in left for each in predictions if each.lacks(name)}
     yield mismatch("missing", sorted(missing))
@@ -310,15 +312,13 @@ def _compared(predictions: Sequence[_Predictions], wanted: str) -> Iterator[Grad
         yield mismatch(kind, left, detail, _size(predictions, left))
 
 
-def _predicted(
-    predictions: Sequence[_Predictions], label: tuple[int, int], names: list[str], wanted: str
-) -> GradientMismatch:
+def _predicted(predictions: list[_Predictions], label: int, names: list[str]) -> GradientMismatch:
     worst = max(predictions, key=lambda each: each.size(names))
-    mean = CLASSES[wanted].removeprefix("agrees with ")
-    kind, factor = worst.kinds[label[0]], worst.factors[label[1]][1]
+    row, column = divmod(label, len(worst.factors))
+    kind, mean, factor = worst.kinds[row], worst.mean, worst.factors[column][1]
     values = np.array([[value for _, value, _ in each.factors] for each in predictions])
     # Factors that are equal in every split.
-    same = np.flatnonzero((values == values[:, [label[1]]]).all(0))
+    same = np.flatnonzero((values == values[:, [column]]).all(0))
     texts: dict[str, str] = {}
     for cause, _, text in (worst.factors[column] for column in same):
         texts.setdefault(cause, text)
@@ -326,22 +326,20 @@ def _predicted(
     text = f"{factor:.3g} times {mean}: {cause}"
     if kind != "right":
         times = "" if causes[0] == "right" else f", times {factor:.3g}: {cause}"
-        text = f"{CLASSES[kind]}{times}, instead of {mean}"
+        text = f"{TEXTS[kind]}{times}, instead of {mean}"
     named = causes[0] if kind == "right" else kind
-    size = _size(predictions, names)
-    return GradientMismatch(named, tuple(names), f"{text}; with {worst.split.name}", size)
+    text = f"{text}; with {worst.split.name}"
+    return GradientMismatch(named, tuple(names), text, worst.size(names))
 
 
-def _size(predictions: Sequence[_Predictions], names: Collection[str]) -> float:
+def _size(predictions: list[_Predictions], names: Collection[str]) -> float:
     return max(each.size(names) for each in predictions)
 
 
 # What no prediction explains
 
 
-def _common_factor(
-    predictions: Sequence[_Predictions], names: Sequence[str]
-) -> tuple[str, str] | None:
+def _common_factor(predictions: list[_Predictions], names: list[str]) -> tuple[str, str] | None:
     """Explain gradients that are parallel to the wanted ones."""
     found = []
     for each in predictions:
@@ -372,7 +370,7 @@ def _power_of_2(values: Sequence[float]) -> int:
     return power if abs(power) >= 3 and np.abs(exponents - power).max() < 1e-3 else 0
 
 
-def _counted(predictions: Sequence[_Predictions], names: Sequence[str]) -> tuple[str, str] | None:
+def _counted(predictions: list[_Predictions], names: list[str]) -> tuple[str, str] | None:
     """Explain gradients by the factors of shards, ranks or microbatches."""
     if shards := [each.split.shard_factors for each in predictions if each.split.shard_factors]:
         return "shard_clipped", f": factors {', '.join(f'{each:.3g}' for each in shards[0])}"

@@ -61,10 +61,10 @@ def unseen(model: nn.Module, optimizer: Any) -> str | None:
     return None
 
 
-def held_parameters(model: nn.Module, optimizer: Any) -> set[nn.Parameter]:
-    """Return the parameters that an optimizer updates."""
+def held_parameters(model: nn.Module, *optimizers: Any) -> set[nn.Parameter]:
+    """Return the parameters that optimizers update."""
     zero = zero_optimizer(model)
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for each in optimizers for group in each.param_groups]
     for name in ("bit16_groups", "fp16_groups", "bf16_groups"):  # its own groups are flat
         groups = getattr(zero, name, None) or groups
     return {parameter for group in groups for parameter in group}

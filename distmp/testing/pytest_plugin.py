@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 from datetime import timedelta
 
 import pytest
@@ -75,6 +74,5 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     function(**arguments)
     faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
-    store.add("done", 1)
-    while store.add("done", 0) < world_size:
-        time.sleep(0.01)
+    store.set(f"rank {rank} is done", "")
+    store.wait([f"rank {each} is done" for each in range(world_size)], limit)

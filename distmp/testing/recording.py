@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,29 +24,40 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import map_tensors
 
 
+@dataclass(eq=False, kw_only=True)
+class _Watched:
+    """Tensors whose gradients are recorded.
+
+    Attributes:
+        gradients: Of each tensor that got one, by its number.
+        backwards: Numbers of the backwards that they came from.
+    """
+
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    backwards: set[int] = field(default_factory=set)
+
+    def receive(self, gradient: Tensor | None, index: int = 0) -> None:
+        """Add to the gradient of a tensor."""
+        if gradient is not None:
+            self.gradients[index] = gradient.cpu() + self.gradients.get(index, 0)
+            self.backwards.add(torch._C._current_graph_task_id())
+
+
 @dataclass(eq=False)
-class Loss:
-    """A call of a loss function.
+class Loss(_Watched):
+    """A call of a loss function, whose result is watched.
 
     Attributes:
         function: Name of the function.
         counted: How much each of its elements counts in their mean.
         is_sum: Whether its elements are summed, here or by the user.
         forwards: Number of forwards before it.
-        gradient: What backward has multiplied its result by; None if it was not used.
-        backward: Number of that backward.
     """
 
     function: str
     counted: Tensor
     is_sum: bool
     forwards: int
-    gradient: Any = None
-    backward: int | None = None
-
-    def receive(self, gradient: Tensor) -> None:
-        """Record the gradient."""
-        self.gradient, self.backward = gradient, torch._C._current_graph_task_id()
 
     def weight_and_scale(self) -> tuple[float, float]:
         """Return the number of its elements, and what backward has multiplied each by.
@@ -54,9 +65,9 @@ class Loss:
         Raises:
             ConfigError: If it has multiplied them by several numbers.
         """
-        gradient, counted = self.gradient.double().cpu(), self.counted.cpu()
+        counted = self.counted.cpu()
         divisor = 1.0 if self.is_sum else float(counted.sum()) or 1.0
-        scales = (gradient / divisor).expand(counted.shape)
+        scales = (self.gradients[0].double() / divisor).expand(counted.shape)
         used = scales != 0  # by a mask of the user
         scales = scales[used]
         problem = f"have several weights; {PASS}"
@@ -66,8 +77,8 @@ class Loss:
 
 
 @dataclass(eq=False)
-class Forward:
-    """A forward of the model on this rank: a microbatch.
+class Forward(_Watched):
+    """A forward of the model on this rank: a microbatch. Its outputs are watched.
 
     Attributes:
         args: Its positional arguments.
@@ -76,8 +87,6 @@ class Forward:
         autocast: Dtype of autocast; None without autocast.
         losses: The losses that were computed from it.
         is_watched: Whether there are outputs that can get gradients.
-        gradients: Of each output that got one, by its number.
-        backwards: Numbers of the backwards that they came from.
     """
 
     args: Sequence[Any]
@@ -86,20 +95,12 @@ class Forward:
     autocast: torch.dtype | None = None
     losses: list[Loss] = field(default_factory=list)
     is_watched: bool = False
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
 
     @property
     def batch(self) -> Any:
         """The keywords, or the positional arguments, or the only one."""
         is_single = len(self.args) == 1 and not self.kwargs
         return self.args[0] if is_single else self.args or self.kwargs
-
-    def receive(self, index: int, gradient: Tensor | None) -> None:
-        """Add to the gradient of an output."""
-        if gradient is not None:
-            self.gradients[index] = gradient.cpu() + self.gradients.get(index, 0)
-            self.backwards.add(torch._C._current_graph_task_id())
 
     def weight_and_scales(self) -> tuple[float, float, float]:
         """Return weight and scale of the first loss, and the scale of others relative to it."""
@@ -147,7 +148,7 @@ class Step:
         """Assign losses to forwards, and forget forwards without backward; return their number."""
         forwards = self.forwards
         for loss in self.losses:
-            before = [f for f in forwards[: loss.forwards] if loss.backward in f.backwards]
+            before = [f for f in forwards[: loss.forwards] if loss.backwards & f.backwards]
             if before:
                 before[-1].losses.append(loss)
         for each in forwards:  # a mean may be that of other losses
@@ -185,11 +186,6 @@ def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) ->
     return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
 
 
-def single_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-    """Return the losses before they are reduced."""
-    return function(**{**arguments, "reduction": "none"})
-
-
 @torch.no_grad()
 def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
     """Return how much each loss counts in their mean."""
@@ -197,7 +193,7 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
         return torch.ones(len(arguments["input"]))
     target, ignored = arguments.get("target"), arguments.get("ignore_index")
     if target is None or ignored is None or target.is_floating_point():
-        return torch.ones_like(single_losses(function, arguments))
+        return torch.ones_like(function(**{**arguments, "reduction": "none"}))
     kept, weight = target != ignored, arguments["weight"]
     return kept if weight is None else weight[target.where(kept, 0)] * kept
 
@@ -261,7 +257,7 @@ class _Recorder(TorchFunctionMode):
             index = next(indices)
             if tensor.requires_grad:
                 tensor, forward.is_watched = tensor.clone(), True
-                tensor.register_hook(functools.partial(forward.receive, index))
+                tensor.register_hook(functools.partial(forward.receive, index=index))
             return tensor
 
         return replaced_outputs(watched, output)
@@ -298,11 +294,9 @@ def recorded_steps(
     model = unwrapped(model)
     recorder = _Recorder(current, next(model.parameters()).device.type)
     eager = torch.compiler.disable  # Dynamo cannot trace them
-    before, after = eager(recorder.before), eager(recorder.after)
-    with ExitStack() as stack, recorder, _Collectives(collectives):
-        before = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        stack.callback(before.remove)
-        stack.callback(model.register_forward_hook(after).remove)
+    before = model.register_forward_pre_hook(eager(recorder.before), with_kwargs=True, prepend=True)
+    after = model.register_forward_hook(eager(recorder.after))
+    with before, after, recorder, _Collectives(collectives):
         yield
 
 

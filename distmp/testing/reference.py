@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ class Reference:
             extra: As of `SplitResult`.
             exact: Whether they are computed in float64, too, which shows their rounding errors.
         """
-        numbers, stacked = self._of_all_ranks(step, step.compute)
-        ideal = self._of_all_ranks(step, torch.float64)[1] if exact else {}
+        numbers, stacked = self._of_all_ranks(step)
+        ideal = self._of_all_ranks(replace(step, compute=torch.float64))[1] if exact else {}
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
@@ -74,48 +75,44 @@ class Reference:
 
     def mean(self, step: Step) -> dict[str, Tensor]:
         """Return the gradients of the mean over all microbatches of a step."""
-        numbers, stacked = self._of_all_ranks(step, step.compute)
+        numbers, stacked = self._of_all_ranks(step)
         return {name: _mean(each, numbers[..., 0]) for name, each in stacked.items()}
 
-    def _of_all_ranks(
-        self, step: Step, compute: torch.dtype | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _of_all_ranks(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Return numbers and gradients of the microbatches of all ranks, as `_own` does.
 
         Ranks with fewer microbatches get empty ones.
         """
         ranks = Ranks(None)
-        numbers, own = ranks.all_or_none(lambda: self._own(step, compute), catch=Exception)
+        numbers, own = ranks.all_or_none(lambda: self._own(step), catch=Exception)
         sizes = ranks.gather({name: each.shape[1] for name, each in own.items()})
         problem = "have other names or shapes on other ranks; audit one model on all ranks"
         require(all(each == sizes[0] for each in sizes), "trained parameters", len(own), problem)
         stacked = {n: pad_sequence(ranks.gather(each), True) for n, each in own.items()}
         return pad_sequence(ranks.gather(numbers), True), stacked
 
-    def _own(self, step: Step, compute: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _own(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weight and other losses, and FP32 gradients of loss sums of own microbatches."""
-        tensors, cast = self._tensors(step, compute)
+        tensors, cast = self._tensors(step)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
         numbers = torch.zeros(len(step.forwards), 2, dtype=torch.float64)
         stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
         plain = plain_model(self._model, tensors, step.training)
         with torch.random.fork_rng(), torch.enable_grad(), plain:
             for index, each in enumerate(step.forwards):
-                weight, factor, others = self._backward(each, cast, compute)
+                weight, factor, others = self._backward(each, cast, step.compute is torch.float64)
                 numbers[index] = torch.tensor([weight, others])
                 for name, tensor in trained.items():
                     if tensor.grad is not None:
                         found = tensor.grad.to_dense().float().flatten().cpu()
-                        torch.mul(found, factor, out=stacked[name][index])
+                        stacked[name][index] = found * factor
                         tensor.grad = None
         problem = "does not depend on the parameters of the model it is called with"
         depends = any(each.any() for each in stacked.values()) or not numbers.any()
         require(depends, "loss_sum", type(self._loss_sum).__name__, problem)
         return numbers, stacked
 
-    def _backward(
-        self, forward: Forward, cast: Cast, compute: torch.dtype | None
-    ) -> tuple[float, float, float]:
+    def _backward(self, forward: Forward, cast: Cast, exact: bool) -> tuple[float, float, float]:
         """Compute the gradients that training has.
 
         Returns:
@@ -124,7 +121,7 @@ class Reference:
         setters = torch.set_rng_state, torch.cuda.set_rng_state
         for state, setter in zip(forward.generators, setters, strict=False):
             setter(state)
-        dtype = None if compute is torch.float64 else forward.autocast
+        dtype = None if exact else forward.autocast
         with torch.autocast(self._device, dtype, dtype is not None, False):
             if self._loss_sum is None:
                 weight, scale, others = forward.weight_and_scales()
@@ -142,16 +139,15 @@ class Reference:
             torch.autograd.backward([each for each, _ in used], [each for _, each in used])
         return weight, 1 / (scale or 1.0), others
 
-    def _tensors(self, step: Step, compute: torch.dtype | None) -> tuple[dict[str, Tensor], Cast]:
+    def _tensors(self, step: Step) -> tuple[dict[str, Tensor], Cast]:
         """Return parameters and buffers in a dtype, and a function for inputs."""
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
         held = {name: step.state[plain_name(name)] for name in names}
         device = next(iter(held.values())).device
-        dtypes = {held[name].dtype for name in trained}
         # FSDP casts parameters and inputs.
-        other = compute if compute not in dtypes else None
-        cast = (lambda t: t) if other is None else floating_point_cast(other)
+        compute = step.compute if step.compute not in {held[n].dtype for n in trained} else None
+        cast = floating_point_cast(compute) if compute else lambda tensor: tensor
         copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
         # `loss_sum` may change its inputs in place.
         return copies, lambda tensor: cast(tensor.to(device, copy=True))

@@ -357,7 +357,8 @@ def build_deferred(
             module = build()
     except DistmpError:
         raise
-    except _UNSUPPORTED as error:
+    # The constructor reads the address or the memory of a tensor without memory.
+    except (NotImplementedError, RuntimeError, TypeError) as error:
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     if not isinstance(module, nn.Module):
@@ -446,10 +447,9 @@ def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
     """Record how a module sets its own tensors on the meta device."""
     own = [held for held in own_tensors(part, name) if held.tensor.is_meta]
     for _, key, full_name, tensor in own:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        fake = _unset_like(tensor)
         recording.views[full_name] = recording.view(fake)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        setattr(part, key, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+        setattr(part, key, fake)
     reset = getattr(part, "reset_parameters", None)
     if own and callable(reset):
         reset()
@@ -459,10 +459,6 @@ def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
 
 _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
 
-# Errors of a constructor that reads the address or the memory of a tensor without memory.
-_UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
-# Message for `parameter.data = tensor` in a constructor, if the tensor has memory.
-_ASSIGNS = "assigns the data of {}, which is not recorded"
 # torch's error if `module.half()` converts fake parameters.
 _CONVERSION = "Couldn't swap"
 _CONVERTS = "converts its parameters to another dtype, which precision.policy should do"
@@ -503,10 +499,11 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
     """Replace the fake tensors of a module by tensors on the meta device."""
     fake = [held for held in held_tensors(module) if is_fake(held.tensor)]
     if unknown := [held.name for held in fake if not recording.is_known(held.tensor)]:
-        raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
+        # By `parameter.data = tensor`, if the tensor has memory.
+        raise NotDeferrableError(f"assigns the data of {listed(unknown)}, which is not recorded")
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
-    replace_tensors(module, is_fake, lambda held: _on_meta(held.tensor))
+    replace_tensors(module, is_fake, lambda held: _unset_like(held.tensor, _META))
 
 
 def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:
@@ -521,8 +518,8 @@ def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> Non
                 raise NotDeferrableError(f"keeps a tensor in the attribute {name}")
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+def _unset_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(bare, requires_grad=tensor.requires_grad)
     return bare

@@ -7,9 +7,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from distmp.errors import ConfigError, did_you_mean, require
+from distmp.utils.settings import from_mapping
 
 # Keyword arguments, or the names of positional ones.
 Args = Mapping[str, Any] | Sequence[str]
@@ -127,7 +129,8 @@ def check_arguments(
         raise ConfigError(setting, value, problem.replace("{reason}", str(error))) from None
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """An entry, written as NAME or as {name: NAME, options: {OPTION: VALUE}}.
 
     Attributes:
@@ -135,38 +138,23 @@ class Entry(NamedTuple):
         options: Keyword arguments.
     """
 
-    name: str
-    options: dict[str, Any]
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_entries(
-    setting: str, entries: Sequence[str | dict[str, Any]], notation: str
-) -> list[Entry]:
+def parse_entries(setting: str, entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
     """Return the entries of a setting.
 
     Args:
         setting: Dotted name of the setting.
         entries: Its value.
-        notation: How to write an entry, for messages.
 
     Raises:
         ConfigError: If an entry has other keys than `name` and `options`, or values of other types.
     """
     return [
-        Entry(entry, {})
+        Entry(entry)
         if isinstance(entry, str)
-        else _parse(f"{setting}[{index}]", entry, notation)
+        else from_mapping(Entry, entry, f"{setting}[{index}]")
         for index, entry in enumerate(entries)
     ]
-
-
-def _parse(setting: str, entry: dict[str, Any], notation: str) -> Entry:
-    for key in entry:
-        if key not in ("name", "options"):
-            raise ConfigError(f"{setting}.{key}", entry[key], f"unknown setting; {notation}")
-    name, options = entry.get("name"), entry.get("options") or {}
-    if not isinstance(name, str):
-        raise ConfigError(f"{setting}.name", name, f"must be an import path; {notation}")
-    if not isinstance(options, dict):
-        raise ConfigError(f"{setting}.options", options, "must be a section of 'name: value' lines")
-    return Entry(name, options)

@@ -48,7 +48,7 @@ TORCH_MESSAGES = (
     "outputs must be",
     "The source state dict is empty",
     "factor must be",
-    "Attempted step but _scale is None",
+    "call scaler.scale(loss).backward() before step()",
     "call clip_grad_norm_() instead of unscale_()",
     "gradients changed after the ranks had decided",
 )

@@ -31,7 +31,8 @@ INPUTS, WIDTH, CLASSES = 6, 8, 4
 STEPS, MICROBATCHES = 3, 2
 
 SHARDED = ("fsdp", "hsdp")
-STRATEGIES = ("ddp", *SHARDED)
+WHOLE = ("ddp",)
+STRATEGIES = (*WHOLE, *SHARDED)
 POLICIES = ("fp32", "bf16", "bf16-autocast", "bf16-pure", "fp16", "fp16-autocast", "fp16-static")
 # Relative tolerances of update, loss and gradient norm; the model and its steps are small.
 TOLERANCES = {

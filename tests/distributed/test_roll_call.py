@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor, roll_call
-from distmp.distributed.rank_status import RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError

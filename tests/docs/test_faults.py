@@ -13,7 +13,7 @@ import yaml
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig
 from distmp.distributed import flight_recorder
-from distmp.distributed.rank_status import RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.stopping import CHECK_EVERY
 from distmp.engine import divergence_guard as divergence
 from distmp.engine.divergence_guard import DivergenceConfig

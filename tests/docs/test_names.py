@@ -14,7 +14,7 @@ from distmp.cli import _SUBCOMMANDS
 from distmp.config import RunConfig
 from distmp.launcher import plan
 from distmp.utils.files import PRIVATE
-from distmp.utils.settings import setting_names
+from distmp.utils.settings import setting_annotations
 
 PACKAGE = Path(distmp.__file__).parent
 SOURCES = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
@@ -65,7 +65,7 @@ def _contain(paths: list[Path], name: str) -> bool:
 def test_named_paths_and_objects_exist(page: str, span: str, paths: list[Path]) -> None:
     if path := _path(span):
         assert path.exists()
-    elif span not in OTHERS and span not in {*setting_names(RunConfig)}:
+    elif span not in OTHERS and span not in setting_annotations(RunConfig):
         command, *words = span.split()
         if command == "distmp":
             assert words[0] in _SUBCOMMANDS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.engine.average import WeightAverage, local
 from distmp.engine.engine import Engine
@@ -321,3 +321,29 @@ def test_average_needs_no_synchronization(policy: str) -> None:
     for name, value in engine.weights().items():
         wanted = DECAY * expected[name] + (1 - DECAY) * value.double()
         torch.testing.assert_close(average.values[name].double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_teacher_in_16_bits_follows_an_average_in_fp32() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("student", "teacher")})
+    model["teacher"].requires_grad_(False)
+    nn.init.ones_(model["teacher"].weight)
+    nn.init.ones_(model["student"].weight)
+    engine = Engine(
+        model,
+        lambda module, batch: (-module["student"](batch.bfloat16()).float().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy="bf16",
+    )
+    teacher, rounded = model["teacher"].weight, torch.ones(4, 4, dtype=torch.bfloat16)
+    average = WeightAverage(engine, EmaConfig(decay=0.999))
+    exact = torch.ones(4, 4, dtype=torch.float64)
+    for _ in range(40):
+        engine.step([torch.ones(2, 4)])
+        average.update()
+        student = engine.weights()["student.weight"]
+        exact.lerp_(student.double(), 0.001)
+        rounded.lerp_(student.bfloat16(), 0.001)
+        teacher.copy_(average.values["student.weight"])
+    assert teacher.dtype == torch.bfloat16
+    torch.testing.assert_close(teacher.double(), exact, rtol=2**-8, atol=0.0)
+    assert (exact - rounded.double()).min() > 0.03

@@ -222,3 +222,21 @@ def test_calls_of_different_engines_are_an_error(tmp_path: Path) -> None:
     assert "rank 0 waits in engine.save(), which every rank has to call" in first
     assert "engine.save() of engine 2" in first
     assert "rank 1 waits in engine.save() of engine 2, which every rank has to" in second
+
+
+def test_refused_engine_does_not_affect_others() -> None:
+    def refused(named: Any) -> torch.optim.Optimizer:
+        raise ValueError("no such optimizer")
+
+    model = nn.BatchNorm1d(INPUTS)
+    with pytest.raises(ConfigError, match="no such optimizer"):
+        make_engine(model=model, optimizer=refused)
+    model.running_mean = torch.zeros(INPUTS).to_sparse()  # a copy of it would fail
+    other = Engine(
+        nn.Linear(INPUTS, 1),
+        lambda module, batch: (module(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy="fp32",
+    )
+    assert other.step([torch.ones(2, INPUTS)]).numbers.applied_total == 1
+    assert model.running_mean.is_sparse

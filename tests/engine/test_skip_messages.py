@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -124,3 +125,18 @@ def test_only_rank_0_logs_skipped_step() -> None:
     rank = dist.get_rank()
     messages = logged([[BAD if rank == 1 else GOOD]], strategy="ddp")
     assert len(messages) == (rank == 0)
+
+
+@pytest.mark.parametrize("weight", [math.inf, math.nan])
+@pytest.mark.parametrize("policy", ["fp32", "fp16-autocast"])
+def test_weight_that_is_not_finite_is_named(
+    policy: str, weight: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(
+        nn.Linear(3, 1),
+        lambda module, batch: (module(batch).square().sum(), weight),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy=policy,
+    )
+    engine.check(engine.step([torch.ones(2, 3)]))
+    assert f"the weights that the loss function returned add up to {weight}; return" in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from distmp.data.dataloader import DataLoader
@@ -713,11 +716,78 @@ def test_weights_that_only_one_rank_writes_to_are_refused_in_every_step(
     if engine.world.rank == 0:
         engine.weights()["weight"].mul_(2)
     engine.publish_weights()
-    calls = r"writes to weights = \d+ on rank 0; \d+ on rank 1: differs"
+    calls = r"writes to weights .*publish_weights.* = \d+ on rank 0; \d+ on rank 1: differs"
     with pytest.raises(ConfigError, match=calls):
         engine.step([pair()])
     engine.load_state_dict(engine.state_dict())
     engine.step([pair()])
+
+
+@ranks(2)
+@in_turn(("policy", "shard"), [("fp32", False), ("bf16", False), ("bf16", True)])
+def test_published_weights_may_be_written_to_by_one_rank_and_broadcast(
+    policy: str, shard: bool
+) -> None:
+    engine = make(policy=policy, shard_optimizer=shard)
+    for value in (0.5, 0.25):
+        weights = engine.weights()
+        if engine.world.rank == 0:
+            weights["weight"].fill_(value).mul_(1.0)
+        if not shard:
+            dist.broadcast(weights["weight"], 0)
+        engine.publish_weights()
+        engine.step([pair()])
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-pure"])
+def test_step_after_a_failed_update_is_refused_until_a_state_is_loaded(
+    policy: str, tmp_path: Path
+) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            if self.fails:
+                raise ValueError("failed")
+
+    engine = Engine(nn.Linear(3, 2), summed, lambda named: Failing(named, lr=0.1), policy=policy)
+    engine.step([pair()])
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    with mock.patch.object(Failing, "fails", True), pytest.raises(ValueError, match="failed"):
+        engine.step([pair()])
+    for call in (lambda: engine.step([pair()]), lambda: engine.save(tmp_path)):
+        with pytest.raises(TrainingError, match=r"failed in optimizer\.step, so some"):
+            call()
+    engine.load_state_dict(state)
+    assert engine.step([pair()]).numbers.applied_total == 2
+
+
+@ranks(1)
+@in_turn("strategy", ["ddp", "fsdp"])
+def test_module_can_only_be_pickled_as_state(strategy: str) -> None:
+    engine = make(policy="bf16", strategy=strategy)
+    with pytest.raises(TrainingError, match=r"cannot be pickled .*use engine\.export"):
+        torch.save(engine.module, io.BytesIO())
+    if strategy == "ddp":
+        values = torch.ones(1, 3)
+        assert torch.equal(copy.deepcopy(engine.module)(values), engine.module(values))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("wrap", [spectral_norm, parametrizations.orthogonal])
+def test_weights_computed_from_fp32_buffers_stay_fp32(policy: str, wrap: Any) -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(wrap(layer), parametrizations.spectral_norm(nn.Linear(3, 2)))
+    assert make(model=model, policy=policy).step([pair()]).numbers.applied_total == 1
+    assert layer.weight.dtype == torch.float32
+
+
+def test_sparse_parameter_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.eye(2, 3).to_sparse())
+    with pytest.raises(ConfigError, match="model = 'weight': is sparse"):
+        make(model=model)
 
 
 @ranks(2)
@@ -732,7 +802,7 @@ def test_writes_of_one_rank_to_shards_and_frozen_weights_are_refused(
     if engine.world.rank == 1:
         with torch.no_grad():
             engine.module[0].weight.mul_(2)
-    with pytest.raises(ConfigError, match=r"writes to weights = \d+ on rank 0; \d+ on rank 1"):
+    with pytest.raises(ConfigError, match=r"writes to weights .* = \d+ on rank 0; \d+ on rank 1"):
         engine.step([pair()])
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distmp.distributed import flight_recorder, rank_monitor
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_status import RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore
 from distmp.faults.hang_report import HangReport, Pending, SilentRank, report
 from distmp.faults.watchdog import Ending, Watchdog

@@ -77,7 +77,11 @@ def watch_all(world_size: int, **options: float) -> list[Watchdog]:
 
 def is_hang(watchdogs: list[Watchdog]) -> bool:
     """Let all ranks count; return whether one of them notices that all are idle."""
-    noticed = [one._all_are_idle() for one in watchdogs]
+    noticed = []
+    for one in watchdogs:
+        one._beat()
+        one._check_next_rank()
+        noticed.append(one._all_are_idle())
     return any(noticed)
 
 
@@ -102,10 +106,25 @@ def test_first_step_has_more_time_unless_silent(clock: Clock) -> None:
     watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
     assert 6 * LIMIT < idle_after(watchdogs, clock) <= 6 * LIMIT + 4
     watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
-    watchdogs[0]._phase.begin_step(2, first=False)
-    for one in watchdogs:
-        one._all_are_idle()
+    is_hang(watchdogs)
     assert LIMIT < idle_after(watchdogs[:1], clock) <= LIMIT + 4
+
+
+def test_rank_that_was_silent_gets_more_time_again(clock: Clock) -> None:
+    watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
+    is_hang(watchdogs)
+    clock.now += LIMIT + 1
+    watchdogs[0]._phase.touch()
+    assert not is_hang(watchdogs[:1])
+    assert 6 * LIMIT < idle_after(watchdogs, clock) <= 6 * LIMIT + 4
+
+
+def test_limit_is_short_after_the_first_step_of_every_rank(clock: Clock) -> None:
+    watchdogs = watch_all(2, seconds=LIMIT, interval=1.0, first_seconds=6 * LIMIT)
+    watchdogs[0]._phase.begin_step(2, first=False)
+    assert 6 * LIMIT < idle_after(watchdogs, clock) <= 6 * LIMIT + 4
+    watchdogs[1]._phase.begin_step(2, first=False)
+    assert LIMIT < idle_after(watchdogs, clock) <= LIMIT + 4
 
 
 def test_hang_is_not_detected_without_limit(clock: Clock) -> None:
@@ -319,17 +338,17 @@ def test_unreachable_machine_ends_run(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = HashStore()
-    here, there = watch(1, 4, store, per_machine=2), watch(3, 4, store, per_machine=2)
-    there._put("process/3", there.process._replace(host="node7", address="10.0.0.7"))
+    here, there = watch(1, 4, store, per_machine=2), watch(2, 4, store, per_machine=2)
+    there._put("process/2", there.process._replace(host="node7", address="10.0.0.7"))
     responses = [True, False]
     monkeypatch.setattr(watchdog, "responds", lambda address: responses.pop(0))
     for silence in (0, LINK_SECONDS - 1, 2, 1):
         clock.now += silence
         if not silence:
             there._beat()
-        here._check_next_machine()
+        here._check_next_rank()
     assert responses == []
-    assert "machine node7 (10.0.0.7) with rank 3 has been silent" in capsys.readouterr().err
+    assert "machine node7 (10.0.0.7) with rank 2 has been silent" in capsys.readouterr().err
     ending = here.ending()
     assert ending is not None
-    assert ending.rank == 3
+    assert ending.rank == 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,34 @@ def test_optimizer_that_cannot_step_is_refused_by_engine(kind: Any, message: str
     with pytest.raises(ConfigError, match=message) as caught:
         make_engine(optimizer=on_tensors(kind))
     assert (caught.value.setting, caught.value.value) == ("optimizer", kind.__name__)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, as many implementations do; some do not initialize the base class."""
+
+    def __init__(self, named: Any, *, initialize: bool) -> None:
+        self.inside = torch.optim.AdamW(named, lr=0.1)
+        self.param_groups, self.state = self.inside.param_groups, self.inside.state
+        if initialize:
+            super().__init__(self.inside.param_groups, {})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step()
+
+
+def test_optimizer_without_hooks_or_rate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'Lookahead': takes no hooks; call super"):
+        make_engine(optimizer=lambda named: Lookahead(named, initialize=False))
+    with pytest.raises(ConfigError, match="'Optimizer': has a parameter group without 'lr'"):
+        make_engine(optimizer=lambda named: torch.optim.Optimizer(named, {}))
+
+
+@ranks(2)
+def test_wrapping_optimizer_is_refused_for_shards() -> None:
+    optimizer = functools.partial(Lookahead, initialize=True)
+    make_engine(strategy="ddp", optimizer=optimizer)
+    with pytest.raises(ConfigError, match="Lookahead needs full parameters"):
+        make_engine(strategy="ddp", shard_optimizer=True, optimizer=optimizer)
 
 
 @pytest.mark.slow

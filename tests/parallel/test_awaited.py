@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distmp.distributed.rank_status import RankStatus
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.parallel import collective_order
 from distmp.parallel.collective_order import AwaitedRanks
 from distmp.utils.processes import child_seconds

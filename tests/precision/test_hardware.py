@@ -48,7 +48,6 @@ def test_auto_policy_on_cuda(
         ("flags\t\t: fpu avx512_bf16 amx_bf16\n", "bf16", "amx_bf16"),
         ("Features\t: fp asimd bf16 i8mm\n", "bf16", "(bf16)"),
         ("flags\t\t: fpu not_avx512_bf16_at_all\n", "fp32", "no bfloat16 instructions"),
-        ("model name\t: amx_bf16\n", "fp32", "no bfloat16 instructions"),
         (None, "fp32", "no bfloat16 instructions"),
     ],
 )

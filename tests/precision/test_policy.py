@@ -16,9 +16,8 @@ from benchmarks.report import RESULTS
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
-from distmp.precision.policy import MEASURED, costs, dtype_word
+from distmp.precision.policy import COSTS, costs
 from distmp.quantization.layers import low_precision_layers
-from distmp.utils.dtypes import dtype_name
 from tests.reference import make_engine
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -115,8 +114,6 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
     [
         # Not a floating-point dtype for training.
         ({"compute_dtype": torch.int8}, "compute", "choose one of float32, bfloat16, float16"),
-        ({"compute_dtype": "bf16"}, "compute", "choose one of float32"),
-        ({"compute_dtype": None}, "compute", "choose one of float32"),
         ({"param_dtype": torch.float64}, "param", "choose one of float32"),
         ({"reduce_dtype": torch.complex64}, "reduce", "choose one of float32"),
         ({"accumulate_dtype": 32}, "accumulate", "choose one of float32"),
@@ -126,7 +123,6 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**PURE, "param_dtype": FP16, "compute_dtype": FP16}, "param", "with param=fp32"),
         ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 becomes zero"),
         ({"param_dtype": BF16}, "param", "is not the compute dtype float32"),
-        ({**H, "param_dtype": BF16}, "param", "is not the compute dtype float16"),
         ({**PURE, "autocast": True}, "param", "autocast casts from FP32 weights"),
         # Autocast.
         ({"autocast": True}, "autocast", "FP32 compute needs no autocast"),
@@ -139,7 +135,6 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**PURE, "accumulate_dtype": FP16}, "accumulate", "use fp32 or bf16"),
         # Loss scale.
         ({"compute_dtype": FP16}, "loss_scale", "become zero without a loss scale"),
-        ({"compute_dtype": FP16, "autocast": True}, "loss_scale", "use 'dynamic'"),
         ({"reduce_dtype": FP16}, "loss_scale", "use 'dynamic'"),
         ({**B, "loss_scale": -1.0}, "loss_scale", r"from 2\^-126 to 2\^126"),
         ({**H, "loss_scale": "static"}, "loss_scale", 'use "dynamic", a number, or None'),
@@ -275,19 +270,17 @@ def test_policy_is_immutable() -> None:
         policy("bf16").autocast = True  # type: ignore[misc]
 
 
-def test_dtype_names_and_words() -> None:
-    assert [dtype_name(dtype) for dtype in (FP32, BF16, torch.int64)] == [
-        "float32",
-        "bfloat16",
-        "int64",
-    ]
-    assert [dtype_word(dtype) for dtype in (FP32, BF16, FP16)] == ["fp32", "bf16", "fp16"]
-
-
 def test_precision_costs_agree_with_benchmark() -> None:
     measured = json.loads((RESULTS / "precision-errors-cpu.json").read_text())["errors"]
-    for key, figure in MEASURED.items():
-        assert f"{measured[key]:.2g}" == f"{figure:.2g}", key
+    assert COSTS["param"].endswith(f" {measured['param lost']:.0%} of the weights unchanged")
+    named = {
+        "accumulate": ["accumulate 8", "accumulate 512"],
+        "reduce": ["reduce once", "reduce machines", "reduce ring"],
+        "buffer": ["buffer mean"],
+        "output": ["output"],
+    }
+    for key, figures in named.items():
+        assert re.findall(r"0\.\d+", COSTS[key]) == [f"{measured[each]:.2g}" for each in figures]
 
 
 @pytest.mark.parametrize(

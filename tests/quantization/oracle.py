@@ -99,4 +99,4 @@ def _scale(largest: float, highest: float, name: str, scaling: str) -> float:
 
 def restored(operand: Operand) -> Tensor:
     """Return the matrix that an operand represents, FP32 [rows, columns]."""
-    return operand.block_scaled() * operand.outer
+    return operand.values * operand.outer

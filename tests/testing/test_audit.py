@@ -482,7 +482,10 @@ def test_ranks_with_the_same_inputs() -> None:
 
     report = audited(DistributedDataParallel(Labelled()), rank_0)
     assert report.mismatches == (
-        ("same_data", "inputs: ranks 0-1 have the same inputs in every step"),
+        (
+            "same_data",
+            "inputs: ranks 0-1 have the same inputs in every step; fix: use DistributedSampler",
+        ),
     )
 
 
@@ -545,7 +548,7 @@ def test_a_scheduler_that_moves_on_after_a_skipped_step(right: bool) -> None:
         assert kind == "scheduler"
         assert text == (
             "learning rate: the learning rate changed after a skipped step: "
-            "[0.05625] at it, then [0.0625]"
+            "[0.05625] at it, then [0.0625]; fix: step it with the optimizer"
         )
 
 

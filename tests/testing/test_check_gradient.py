@@ -37,6 +37,12 @@ def test_wrong_steps_of_one_process_are_named(kind: str, train_step: scripts.Tra
     assert kind == "not_finite" or found == [kind]
 
 
+def test_message_names_class_and_fix() -> None:
+    line = r"\n- microbatch_means: .* off, relative\); fix: use distmp\.global_mean$"
+    with pytest.raises(GradientError, match=line):
+        check_gradient(scripts.microbatch_means, make_model(), samples())
+
+
 @ranks(2)
 def test_wrong_steps_of_two_ranks_are_named() -> None:
     for kind, train_step in scripts.distributed_wrong():

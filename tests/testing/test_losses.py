@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from distmp.errors import ConfigError
 from distmp.testing import check_gradient
-from distmp.testing.check import DefaultLoss, make_splits
+from distmp.testing.check import default_loss, make_splits
 from distmp.testing.reference import loss_and_weight
 
 INPUTS, LABELS = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 2, -100])
@@ -35,7 +35,7 @@ SMOOTHED: Any = {"label_smoothing": 0.1}
 def test_loss_is_the_one_that_the_model_calls() -> None:
     torch.manual_seed(0)
     model = WithLoss()
-    total, weight = DefaultLoss()(model, {"inputs": INPUTS, "labels": LABELS})
+    total, weight = default_loss(model, {"inputs": INPUTS, "labels": LABELS})
     mean = model(INPUTS, LABELS)["loss"]
     assert float(weight) == 1 + 2 + 4
     torch.testing.assert_close(total / weight, mean)
@@ -46,7 +46,7 @@ def test_loss_is_the_one_that_the_model_calls() -> None:
 )
 def test_microbatch_without_labels_is_refused(batch: Any, found: str) -> None:
     with pytest.raises(ConfigError, match="pass loss_sum") as error:
-        DefaultLoss()(nn.Linear(2, 3), batch)
+        default_loss(nn.Linear(2, 3), batch)
     assert str(error.value).startswith(f"microbatch = {found}: neither")
 
 

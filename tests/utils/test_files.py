@@ -41,15 +41,6 @@ def test_only_regular_files_are_replaced(create: Callable[[Path], None], tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_open_readers_keep_old_content(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"old")
-    with path.open("rb") as reader:
-        with replacing(path) as file:
-            file.write(b"new")
-        assert reader.read() == b"old"
-
-
 def test_write_error_keeps_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"old")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from distmp.errors import ConfigError, closest, listed, nearest
@@ -53,7 +53,7 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> 
         ConfigError: If a name is unknown (the message suggests the nearest one) or a value has the
             wrong type, or from the checks of the dataclass.
     """
-    return cast("T", _build(cls, values, section, frozenset(setting_names(cls, section))))
+    return cast("T", _build(cls, values, section, frozenset(setting_annotations(cls, section))))
 
 
 def join(section: str, name: str) -> str:
@@ -61,31 +61,23 @@ def join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings and sections of `cls`."""
+def setting_annotations(cls: type[Any], where: str = "") -> dict[str, Any]:
+    """Return the annotations of all settings and sections of `cls`, by dotted name."""
+    annotations = {}
     for name, annotation in field_annotations(cls).items():
         full = join(where, name)
-        yield full
+        annotations[full] = annotation
         for member in members_of(annotation):
             if dataclasses.is_dataclass(member):
-                yield from setting_names(cast("type[Any]", member), full)
+                annotations |= setting_annotations(cast("type[Any]", member), full)
+    return annotations
 
 
 def leaf_names(cls: type[Any]) -> list[str]:
     """Return the dotted names of all settings of `cls`, without sections."""
-    names = list(setting_names(cls))
+    names = setting_annotations(cls)
     sections = {name.rpartition(".")[0] for name in names}
     return [name for name in names if name not in sections]
-
-
-def annotation_of(cls: type[Any], setting: str) -> Any:
-    """Return the annotation of the setting with this dotted name below `cls`."""
-    name, _, rest = setting.partition(".")
-    annotation = field_annotations(cls)[name]
-    if not rest:
-        return annotation
-    section = next(item for item in members_of(annotation) if dataclasses.is_dataclass(item))
-    return annotation_of(cast("type[Any]", section), rest)
 
 
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
@@ -131,7 +123,7 @@ def section_advice(cls: type[Any], section: str, where: str = "") -> str:
         section: Dotted name of the section.
         where: Dotted name of `cls`.
     """
-    names = [name for name in setting_names(cls, where) if name.rpartition(".")[0] == section]
+    names = [name for name in setting_annotations(cls, where) if name.rpartition(".")[0] == section]
     advice = getattr(cls, "advice", {}).get(section)
     return f"is a section; {advice or f'set {listed(names)}'}"
 

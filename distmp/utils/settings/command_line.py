@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin
 from distmp.errors import ConfigError
 from distmp.utils.annotations import accepts, expected, members_of
 from distmp.utils.files import located
-from distmp.utils.settings import annotation_of, from_mapping, section_advice, setting_names
+from distmp.utils.settings import from_mapping, section_advice, setting_annotations
 from distmp.utils.settings.yaml_files import as_line, from_line, read_yaml
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
     values = _file([words for setting, words in options if setting == "config"])
     if wants_help:
         _print_help(from_mapping(cls, values), prog, description)
-    known = {*setting_names(cls)}
+    known = setting_annotations(cls)
     for setting, words in options:
         if setting == "config":
             continue
@@ -62,7 +62,7 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         if setting not in known and name.startswith("no_") and not words and positive in known:
             _set(values, positive, False)
             continue
-        annotation = annotation_of(cls, setting) if setting in known else Any
+        annotation = known.get(setting, Any)
         value = _value(annotation, setting, words)
         if dataclasses.is_dataclass(annotation):  # the value would replace its other settings
             raise ConfigError(setting, value, section_advice(cls, setting))
@@ -146,10 +146,7 @@ def _from_word(members: Sequence[Any], word: str) -> Any:
     """Read a word as YAML, unless only text is accepted."""
     if word in ("null", "None") and type(None) in members:
         return None
-    try:
-        value = from_line(word)
-    except ValueError:
-        return word
+    value = from_line(word)
     if isinstance(value, str) or (value is None and word not in ("null", "~")):
         return word  # YAML reads "" and "#a" as null
     is_accepted = any(accepts(member, value) for member in members)

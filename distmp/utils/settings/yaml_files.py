@@ -139,15 +139,11 @@ def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
 
 
 def from_line(text: str) -> Any:
-    """Read a value from one line of YAML.
-
-    Raises:
-        ValueError: If the text is not YAML.
-    """
+    """Read a value from one line of YAML; text that is not YAML is returned as it is."""
     try:
         return _load(text)
-    except Exception as error:  # noqa: BLE001
-        raise ValueError(_bad_syntax(error)) from None
+    except Exception:  # noqa: BLE001
+        return text
 
 
 def as_line(value: Any) -> str:

@@ -13,10 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distmp.engine.engine import Engine
 from tests.adversary.mistakes import mistake
 from tests.adversary.mistakes.optimizers import CASTING, later
-from tests.adversary.script import SHARDED, STRATEGIES, Script, sgd, summed
+from tests.adversary.script import SHARDED, WHOLE, Script, samples, sgd, summed
 from tests.adversary.trial import UserError
-
-WHOLE = tuple(name for name in STRATEGIES if name not in SHARDED)
 
 
 def inner(script: Script) -> Any:
@@ -187,7 +185,7 @@ def one_rank_runs_a_whole_model_outside_of_the_engine(script: Script) -> None:
 def one_rank_runs_the_model(script: Script) -> None:
     def act() -> None:
         with torch.no_grad():
-            script.engine.module(script.batches[0][0].inputs)
+            script.engine.module(samples(1, count=3).inputs)
 
     if script.rank == 0:
         script.on("after 0", act)
@@ -492,7 +490,7 @@ def the_model_is_evaluated_by_hand(script: Script) -> None:
     def act() -> None:
         script.engine.module.eval()
         with torch.no_grad():
-            script.engine.module(script.batches[0][0].inputs)
+            script.engine.module(samples(1, count=3).inputs)
         script.engine.module.train()
 
     script.on("before 1", act)

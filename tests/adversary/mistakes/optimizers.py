@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.adversary.mistakes import add, mistake
-from tests.adversary.script import Script, sgd
+from tests.adversary.script import WHOLE, Script, sgd
 from tests.adversary.trial import UserError
 
 CASTING = ("bf16", "fp16", "fp16-static")
@@ -98,7 +98,7 @@ def the_optimizer_is_of_the_model_in_FP32(script: Script) -> None:  # noqa: N802
     script.optimizer, script.truth.build = lambda named: sgd(model.parameters()), sgd
 
 
-@mistake("optimizer", "error", policies=CASTING)
+@mistake("optimizer", "error", policies=CASTING, strategies=WHOLE)
 def the_optimizer_is_of_the_model(script: Script) -> None:
     model = script.model
     script.optimizer = lambda named: sgd(model.parameters())

@@ -353,8 +353,9 @@ def test_callbacks_are_built_from_command_line() -> None:
             OPTIONS.replace("factor", "factr"),
             "cannot be called with the options {'factr': 3.0} (got an unexpected keyword argument",
         ),
-        ("{name: 3}", "must be an import path"),
-        ("{nam: json:dumps}", "unknown setting; write 'module:callable', or {name: "),
+        ("{name: 3}", "must be text; put it in quotes"),
+        ("{nam: json:dumps}", "unknown setting; did you mean 'callbacks[0].name'?"),
+        ("{options: {}}", "write an import path as 'package.module:attribute'"),
         ("{name: json:dumps, options: [1]}", "must be a section of 'name: value' lines"),
     ],
 )
