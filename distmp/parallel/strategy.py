@@ -246,8 +246,8 @@ def check_model(model: object) -> None:
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
-        elif tensor.layout != torch.strided and isinstance(tensor, nn.Parameter):
-            problem = "is sparse; use a dense parameter, such as tensor.to_dense()"
+        elif tensor.layout != torch.strided:
+            problem = "is sparse; use a dense tensor, such as tensor.to_dense()"
         elif repeats_elements(tensor):  # a collective would write behind its memory
             problem = "has several elements in one place, as expand() leaves it; use .contiguous()"
         else:

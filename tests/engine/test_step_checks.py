@@ -783,11 +783,14 @@ def test_weights_computed_from_fp32_buffers_stay_fp32(policy: str, wrap: Any) ->
     assert layer.weight.dtype == torch.float32
 
 
-def test_sparse_parameter_is_refused() -> None:
-    model = nn.Linear(3, 2)
-    model.weight = nn.Parameter(torch.eye(2, 3).to_sparse())
-    with pytest.raises(ConfigError, match="model = 'weight': is sparse"):
-        make(model=model)
+def test_sparse_tensors_are_refused() -> None:
+    sparse = torch.eye(2, 3).to_sparse()
+    for name, tensor in (("weight", nn.Parameter(sparse)), ("adjacency", sparse)):
+        model = nn.Linear(3, 2)
+        model.register_buffer("adjacency", None)
+        setattr(model, name, tensor)
+        with pytest.raises(ConfigError, match=f"model = '{name}': is sparse"):
+            make(model=model)
 
 
 @ranks(2)
