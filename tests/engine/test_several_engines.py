@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,21 @@ def test_refused_engine_does_not_affect_others() -> None:
     )
     assert other.step([torch.ones(2, INPUTS)]).numbers.applied_total == 1
     assert refused.value is error  # its traceback holds the parts of the engine until here
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_model_of_another_engine_is_refused(is_refused: bool, copied: bool) -> None:
+    """It holds rounded weights, and hooks that cast its inputs."""
+    model = nn.Linear(2, 1)
+
+    def squared(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return module(batch).square().sum(), len(batch)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="optimizer"):
+            Engine(model, squared, lambda named: sgd([("other", torch.zeros(1))]), policy="bf16")
+    else:
+        Engine(model, squared, sgd, policy="bf16")
+    with pytest.raises(ConfigError, match="has the dtypes and hooks of another engine"):
+        Engine(copy.deepcopy(model) if copied else model, squared, sgd, policy="fp32")
