@@ -121,6 +121,6 @@ def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
     return ConfigError(
         "distmp launch",
         shlex.join(torchrun_arguments),
-        f"torchrun does not accept this: {problem[:_SHOWN]}. Write torchrun's options before '--' and the "
-        "run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
+        f"torchrun does not accept this: {problem[:_SHOWN]}. Write torchrun's options before '--' "
+        "and the run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
     )
