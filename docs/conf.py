@@ -18,6 +18,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 templates_path: list[str] = []
 html_theme = "furo"
 html_title = "distmp"
+html_static_path = ["_static"]
+html_css_files = ["distmp.css"]
+html_show_copyright = False
 
 # Headings are link targets, as on GitHub: `precision.md#presets`.
 myst_heading_anchors = 3
