@@ -30,7 +30,7 @@ myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_merge_streams = True
 
 # Docstrings write code in single backquotes.

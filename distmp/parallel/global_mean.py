@@ -230,8 +230,8 @@ def global_mean(
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
-    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum(), *counts.terms)
-    sums = pack(*numbers, device=loss_sum.device)
+    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum())
+    sums = pack(*numbers, *counts.terms, device=loss_sum.device)
     for each in groups:
         dist.all_reduce(sums, group=each)
     # Otherwise, this all-reduce would soon meet one of gradients. On a GPU, the host would wait.

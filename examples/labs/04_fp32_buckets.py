@@ -94,10 +94,11 @@ for count in counts:
 
 # %%
 print("error after microbatches:", *errors, sep="  ")
-for count, *each in zip(counts, *errors.values(), strict=True):
-    print(f"{count:24}  {each[0]:14.1e}  {each[1]:12.1e}")
-for name, nbytes in memory.items():
-    print(f"{name}: {nbytes:.1f} bytes per parameter")
+for index, count in enumerate(counts):
+    in_bfloat16, in_float32 = (values[index] for values in errors.values())
+    print(f"{count:24}  {in_bfloat16:14.1e}  {in_float32:12.1e}")
+for name, size in memory.items():
+    print(f"{name}: {size:.1f} bytes per parameter")
 
 # %% [markdown]
 # The picture also has FP32 sums by hand: after each backward, they are in memory beside the `.grad`
@@ -146,7 +147,7 @@ def loss_and_weight(model: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
 
 
 engine = distmp.Engine(
-    model,
+    copy.deepcopy(model),
     loss_and_weight,
     lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3),
     policy="bf16",
