@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distmp.distributed.comparison import Fingerprint
 from distmp.errors import ConfigError, listed, require
 from distmp.parallel import fsdp_internals
 from distmp.parallel.fsdp_internals import GradientReduction
@@ -170,10 +171,11 @@ def global_mean(
     different samples. That includes the ranks of a context-parallel dimension that the wrapper
     reduces over, and counts tensor-parallel ranks once.
 
-    Every rank calls it for every microbatch, also for one without tokens (weight 0). A call takes
-    one all-reduce of two numbers per dimension of the data-parallel mesh; the host does not wait
-    for the device. Do not divide the loss again, neither by the number of ranks nor by that of
-    microbatches. A loss scale may multiply it.
+    Every rank calls it equally often in a step: a rank with fewer microbatches also for some whose
+    loss sum is 0, one without tokens with weight 0. A call takes one all-reduce of four numbers per
+    dimension of the data-parallel mesh; the host does not wait for the device. Do not divide the
+    loss again, neither by the number of ranks nor by that of microbatches. A loss scale may
+    multiply it.
 
     Args:
         loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
@@ -183,7 +185,7 @@ def global_mean(
             0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
             `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
-        microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
+        microbatches: Number of microbatches of the step on each rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.
         divisor: Divisor of the sum of gradients over ranks, if the module does not determine it.
@@ -199,8 +201,9 @@ def global_mean(
 
     Raises:
         ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
-            module that accumulates although `microbatches` is 1, a module of which it is unknown
-            how its gradients are reduced, and parts of a module that are reduced differently.
+            module that accumulates although `microbatches` is 1, numbers of microbatches that
+            differ between ranks (on CPUs), a module of which it is unknown how its gradients are
+            reduced, and parts of a module that are reduced differently.
 
     Example:
         >>> import torch, distmp
@@ -226,9 +229,15 @@ def global_mean(
         )
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
-    sums = pack(_valid(weight, loss_sum.device), loss_sum.detach().sum(), device=loss_sum.device)
+    counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
+    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum())
+    sums = pack(*numbers, *counts.terms, device=loss_sum.device)
     for each in groups:
         dist.all_reduce(sums, group=each)
+    # Otherwise, this all-reduce would soon meet one of gradients. On a GPU, the host would wait.
+    if sums.device.type == "cpu" and counts.differs(sums[2:]):
+        problem = "differs between ranks; give ranks with fewer some whose loss sum is 0"
+        raise ConfigError("microbatches", microbatches, problem)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
     loss: Tensor = MeanLoss.apply(loss_sum, value, inverse * divided_by)

@@ -347,6 +347,15 @@ def test_misuse_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert message in refused(**{"module": nn.Linear(1, 1), **arguments})
 
 
+@ranks(2)
+def test_different_numbers_of_microbatches_are_refused_on_all_ranks() -> None:
+    wrapped = DistributedDataParallel(nn.Linear(1, 1))
+    count = 2 + dist.get_rank()
+    with wrapped.no_sync():
+        message = refused(module=wrapped, microbatches=count)
+    assert f"microbatches = {count}: differs between ranks; give ranks with fewer some" in message
+
+
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "cross entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
     "cast and divided": lambda x: (F.mse_loss(x, torch.zeros(4, 4)).double() / 2).float(),
