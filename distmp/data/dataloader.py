@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from distmp.data.datasets import check_dataset
 from distmp.data.evaluation import evaluation_batches
@@ -13,10 +14,18 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, brief, require
+from distmp.errors import ConfigError, brief, nearest, require
 
 # The loaders of this process, of which `step_of` finds the one that has yielded a list.
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+
+# What to do in place of arguments of torch's loader.
+_INSTEAD_OF = {
+    "drop_last": "remove it; each step has batch_size samples",
+    "num_workers": "use workers",
+    "pin_memory": "remove it; on GPUs, memory is pinned",
+    "sampler": "remove it; the loader divides the samples over ranks",
+}
 
 
 class DataLoader:
@@ -75,12 +84,20 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool | None = None,
         first_sample: int = 0,
+        **unknown: NoReturn,
     ) -> None:
+        for name in unknown:
+            names = inspect.signature(DataLoader).parameters.keys() - {"unknown"}
+            advice = _INSTEAD_OF.get(name) or nearest(name, names)
+            raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}: {advice}")
         check_dataset(dataset, workers)
         self._world = world_of_process()
         _check_count("batch_size", batch_size)
         if microbatch_size is None:
-            microbatch_size = max(batch_size // self._world.world_size, 1)
+            ranks = self._world.world_size
+            problem = f"must be a multiple of the number of ranks, {ranks}"
+            require(batch_size % ranks == 0, "batch_size", batch_size, problem)
+            microbatch_size = batch_size // ranks
         _check_count("microbatch_size", microbatch_size)
         _check_count("workers", workers)
         _check_count("first_sample", first_sample)

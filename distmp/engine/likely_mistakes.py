@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,43 @@ class FirstStep:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
         largest, smallest = numbers.tolist()
         return bool(largest == -smallest)
+
+
+class OtherOptimizer:
+    """Finds an optimizer that steps the weights, too, between steps of the engine.
+
+    Args:
+        versions: Returns how often weights were written to, by any code.
+        steps: Number of steps that are watched.
+    """
+
+    # Number of steps before which weights were written to, after which there is a warning.
+    _WRITES = 3
+
+    def __init__(self, versions: Callable[[], int], steps: int) -> None:
+        self._versions = versions
+        self._left = steps
+        self._writes = 0
+        self._version: int | None = None
+
+    def accept_writes(self) -> None:
+        """Accept the current weights, after a step and after writes that are intended."""
+        self._version = self._versions() if self._left else None
+
+    def before_step(self) -> list[str]:
+        """Return a warning if other code has written to the weights before several steps."""
+        if self._version is None:
+            return []
+        self._left -= 1
+        self._writes += self._versions() != self._version
+        if self._writes < self._WRITES:
+            return []
+        self._left, self._version = 0, None
+        return [
+            f"weights were written to before {self._WRITES} of the first steps, as by the step() "
+            "of another optimizer, which trains them twice: remove it and its zero_grad(), which "
+            "engine.step replaces; after other changes between steps, call engine.publish_weights()"
+        ]
 
 
 class EvaluationMode:
