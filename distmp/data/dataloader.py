@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, NoReturn
@@ -14,7 +13,7 @@ from distmp.data.order import Division, microbatches_per_rank
 from distmp.data.streams import Step, length_of
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import world_of_process
-from distmp.errors import ConfigError, brief, nearest, require
+from distmp.errors import ConfigError, brief, require
 
 # The loaders of this process, of which `step_of` finds the one that has yielded a list.
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
@@ -87,8 +86,7 @@ class DataLoader:
         **unknown: NoReturn,
     ) -> None:
         for name in unknown:
-            names = inspect.signature(DataLoader).parameters.keys() - {"unknown"}
-            advice = _INSTEAD_OF.get(name) or nearest(name, names)
+            advice = _INSTEAD_OF.get(name, "see help(distmp.DataLoader)")
             raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}: {advice}")
         check_dataset(dataset, workers)
         self._world = world_of_process()

@@ -140,14 +140,14 @@ class CompletedSteps:
             return
         if completed.read("spike") and not completed.read("skipped"):
             yield str(self._skips.message(completed))
-        in_a_row, limit = completed.read("skipped_in_a_row"), self._most_skips
-        if in_a_row >= limit:
+        in_a_row = completed.read("skipped_in_a_row")
+        if in_a_row >= self._most_skips:
             self.check_can_continue(completed)
         if in_a_row == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)
             yield (
                 f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; "
-                f"engine.step raises an error after max_consecutive_skips = {limit}"
+                f"engine.step raises an error after max_consecutive_skips = {self._most_skips}"
             )
 
     def check_can_continue(self, outcome: StepOutcome) -> None:

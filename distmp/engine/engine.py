@@ -122,7 +122,8 @@ class Engine:
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._first_step = FirstStep(setup)
-        watched = 16 if config.first_step_checks else 0  # gradients may be accumulated for several
+        # Several, because another optimizer may accumulate gradients.
+        watched = 16 * config.first_step_checks
         self._other_optimizer = OtherOptimizer(setup.updates.tensors.versions, watched)
         if config.first_step_checks:
             setup.strategy.watch_copies()

@@ -66,8 +66,8 @@ class EngineConfig(AccumulationSettings):
     first_step_checks: bool = True
     """Check the first step for likely mistakes: a loss that is a mean or depends on parameters
     outside of the model, the same data or different weights on ranks, training in evaluation mode;
-    the first four for writes through `.data` to 16-bit parameters; and the first 16 for a second
-    optimizer that steps the weights."""
+    the first 16 for a second optimizer; and the first four for writes through `.data` to 16-bit
+    parameters."""
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy
@@ -106,12 +106,9 @@ class EngineSettings(TypedDict, total=False):
 
 # What to use in place of the arguments of other libraries.
 _INSTEAD_OF = {
-    "clip_grad_norm": "use max_norm",
+    **dict.fromkeys(("clip_grad_norm", "gradient_clip_val", "gradient_clipping"), "use max_norm"),
+    **dict.fromkeys(("mixed_precision", "precision"), "use policy, such as 'bf16-autocast'"),
     "gradient_accumulation_steps": "pass the microbatches of a step: engine.step([batch, batch])",
-    "gradient_clip_val": "use max_norm",
-    "gradient_clipping": "use max_norm",
-    "mixed_precision": "use policy, such as policy='bf16-autocast'",
-    "precision": "use policy, such as policy='bf16-autocast'",
 }
 
 

@@ -96,6 +96,13 @@ class FirstStep:
         return bool(largest == -smallest)
 
 
+TRAINED_TWICE = (
+    "weights were written to before several of the first steps, as by another optimizer's step(), "
+    "which trains them twice: remove it and its zero_grad(), which engine.step replaces; "
+    "after other changes between steps, call engine.publish_weights()"
+)
+
+
 class OtherOptimizer:
     """Finds an optimizer that steps the weights, too, between steps of the engine.
 
@@ -104,13 +111,8 @@ class OtherOptimizer:
         steps: Number of steps that are watched.
     """
 
-    # Number of steps before which weights were written to, after which there is a warning.
-    _WRITES = 3
-
     def __init__(self, versions: Callable[[], int], steps: int) -> None:
-        self._versions = versions
-        self._left = steps
-        self._writes = 0
+        self._versions, self._left, self._writes = versions, steps, 0
         self._version: int | None = None
 
     def accept_writes(self) -> None:
@@ -118,19 +120,12 @@ class OtherOptimizer:
         self._version = self._versions() if self._left else None
 
     def before_step(self) -> list[str]:
-        """Return a warning if other code has written to the weights before several steps."""
+        """Return a warning if other code has written to the weights before three steps."""
         if self._version is None:
             return []
-        self._left -= 1
-        self._writes += self._versions() != self._version
-        if self._writes < self._WRITES:
-            return []
-        self._left, self._version = 0, None
-        return [
-            f"weights were written to before {self._WRITES} of the first steps, as by the step() "
-            "of another optimizer, which trains them twice: remove it and its zero_grad(), which "
-            "engine.step replaces; after other changes between steps, call engine.publish_weights()"
-        ]
+        is_written = self._versions() != self._version
+        self._left, self._writes = self._left - 1, self._writes + is_written
+        return [TRAINED_TWICE] if is_written and self._writes == 3 else []
 
 
 class EvaluationMode:

@@ -52,10 +52,8 @@ RESHARDED = (
     "through them, so a gradient penalty cannot run a second one; compute derivatives by inputs "
     "with torch.func.jvp, or use the strategy 'ddp'"
 )
-# What torch says about a linear layer, a convolution and other operations.
-_DTYPES_DIFFER = re.compile(
-    r"must have the same dtype|type \(.*\) should be the same|expected .* same dtype"
-)
+# What torch says about linear layers, and about convolutions.
+_DTYPES_DIFFER = re.compile(r"have the same dtype|type \(.*\) should be the same")
 MIXED_DTYPES = (
     "parameters have 16 bits, so create tensors in forward in the dtype of an input "
     "(dtype=x.dtype), keep their module in FP32 (keep_fp32=...), or use an autocast policy"

@@ -329,18 +329,13 @@ def _warn_about_parts(module: nn.Module, weight: Tensor | float, microbatches: i
         return
     parameters, weight = [*module.parameters()], float(weight)
     versions = version_counters(parameters)
-    if versions != _first_weights.get(module, (None,))[0]:  # the optimizer has stepped
-        _first_weights[module] = versions, {weight}
-    weights = _first_weights[module][1]
-    if weight not in weights and any(parameter.grad is not None for parameter in parameters):
-        warnings.warn(
-            f"weight = {weight:g} follows {listed(sorted(map(str, weights)))} in one step of "
-            f"microbatches = {microbatches}, so they count differently; pass the weight of all "
-            "microbatches of this rank together with each of them",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    weights.add(weight)
+    known, weights = _first_weights.get(module, ([], {weight}))
+    if versions != known:  # the optimizer has stepped
+        weights = {weight}
+    elif weight not in weights and any(parameter.grad is not None for parameter in parameters):
+        problem = "differs from the first microbatch of this step; pass that of all microbatches"
+        warnings.warn(f"weight = {weight:g}: {problem}", RuntimeWarning, stacklevel=3)
+    _first_weights[module] = versions, weights | {weight}
 
 
 def _is_on_device(weight: Tensor | float) -> bool:

@@ -20,13 +20,7 @@ OnNonfinite = Literal["skip_step", "drop_microbatch"]
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp")
 SHARDED_STRATEGIES = ("fsdp", "hsdp")
 # The strategies that do what FSDP1 and DeepSpeed call this.
-_SIMILAR = {
-    "full_shard": "fsdp",
-    "hybrid_shard": "hsdp",
-    "shard_grad_op": "fsdp",
-    "zero2": "fsdp",
-    "zero3": "fsdp",
-}
+_SIMILAR = dict.fromkeys(("full_shard", "shard_grad_op", "zero2", "zero3"), "fsdp")
 
 
 def nearest_strategy(name: str) -> str:
