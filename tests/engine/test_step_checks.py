@@ -1064,8 +1064,8 @@ class Words(nn.Module):
 @pytest.mark.parametrize(("ids", "found"), [([0, 8], "from 0 to 8"), ([0, -1], "from -1 to 0")])
 def test_ids_that_an_embedding_lacks_are_explained(ids: list[int], found: str) -> None:
     engine = make(lambda model, batch: (model(batch[0]).sum(), 1), Words())
-    for step in (1, 2):  # also after a step that failed
-        message = rf"(?s)out of range on rank 0 in step {step}: .* have 8 rows; .* {found}\n"
+    for _ in range(2):  # also after a step that failed, which does not count
+        message = rf"(?s)out of range on rank 0 in step 1: .* have 8 rows; .* {found}\n"
         with pytest.raises(TrainingError, match=message):
             engine.step([(torch.tensor([ids]), torch.zeros(1))])
     engine.step([(torch.tensor([[0, 7]]), torch.zeros(1))])
