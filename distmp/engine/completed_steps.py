@@ -157,16 +157,13 @@ class CompletedSteps:
             TrainingError: If the loss scale is at its lower limit, or too many steps in a row were
                 skipped.
         """
-        numbers = outcome.numbers
+        numbers, limit = outcome.numbers, self._most_skips
         if numbers.scale_exhausted:
-            problem = (
-                f"min_scale = {numbers.loss_scale:g}: overflow at the lowest "
-                "loss scale that is allowed"
-            )
-        elif numbers.skipped_in_a_row >= self._most_skips:
+            scale = f"{numbers.loss_scale:g}"
+            problem = f"min_scale = {scale}: overflow at the lowest loss scale that is allowed"
+        elif numbers.skipped_in_a_row >= limit:
             reason = "were skipped as spikes" if numbers.spike else "had no finite update"
-            limit = f"max_consecutive_skips = {self._most_skips}"
-            problem = f"{limit}: that many steps in a row {reason}"
+            problem = f"max_consecutive_skips = {limit}: that many steps in a row {reason}"
         else:
             return
         raise TrainingError(f"{problem}; {self._explain(outcome) or advice(numbers)}")

@@ -271,13 +271,12 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
     dtype = _summed_in(loss_sum)
-    if dtype.itemsize < 4:
-        problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
-        raise ConfigError("loss_sum", dtype, problem)
+    problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
+    require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
     if isinstance(weight, Tensor):
-        if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
-            problem = "must have one real element and require no gradient; sum it and detach it"
-            raise ConfigError("weight", tuple(weight.shape), problem)
+        is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
+        problem = "must have one real element and require no gradient; sum it and detach it"
+        require(is_plain, "weight", tuple(weight.shape), problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
     elif not 0 <= weight < math.inf:

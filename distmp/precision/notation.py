@@ -243,11 +243,9 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
 
 
 def _as_device(device: torch.device | str) -> torch.device:
-    try:
+    with contextlib.suppress(RuntimeError):
         if isinstance(device, torch.device | str):
             return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'") from error
     raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'")
 
 
