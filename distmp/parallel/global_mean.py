@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from distmp.parallel.fsdp_internals import GradientReduction
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
+from distmp.utils.tensor_trees import version_counters
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -191,7 +193,8 @@ def global_mean(
         divisor: Divisor of the sum of gradients over ranks, if the module does not determine it.
 
     A loss that autograd has computed as a mean, such as that of `cross_entropy` or of a model of
-    transformers, causes a warning: its gradient would be divided by the weight twice.
+    transformers, causes a warning: its gradient would be divided by the weight twice. So does a
+    weight on the host that is another one than in the first microbatch of the step.
 
     Returns:
         The loss for `backward`, 0-dim, in the dtype of `loss_sum`. Its value is the same on all
@@ -219,6 +222,7 @@ def global_mean(
     _check_tensors(loss_sum, weight)
     _check_reduction(module, microbatches, group, divisor)
     warn_about_mean("global_mean", loss_sum, weight, microbatches)
+    _warn_about_parts(module, weight, microbatches)
     found = [*gradient_reductions(module)]
     if microbatches == 1 and any(reduction.accumulates for reduction in found):
         raise ConfigError(
@@ -276,13 +280,12 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
     dtype = _summed_in(loss_sum)
-    if dtype.itemsize < 4:
-        problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
-        raise ConfigError("loss_sum", dtype, problem)
+    problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
+    require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
     if isinstance(weight, Tensor):
-        if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
-            problem = "must have one real element and require no gradient; sum it and detach it"
-            raise ConfigError("weight", tuple(weight.shape), problem)
+        is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
+        problem = "must have one real element and require no gradient; sum it and detach it"
+        require(is_plain, "weight", tuple(weight.shape), problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
     elif not 0 <= weight < math.inf:
@@ -310,8 +313,7 @@ def warn_about_mean(
         weight: The weight of the microbatches.
         microbatches: Number of microbatches. The mean of one sample is its sum.
     """
-    # The host does not wait for a weight on a device.
-    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight)):
+    if _is_on_device(weight):
         return
     if float(weight) > microbatches and is_mean(loss, float(weight), microbatches):
         warnings.warn(
@@ -320,6 +322,33 @@ def warn_about_mean(
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+# Versions of the parameters of a module in its latest step, and weights of the first microbatch.
+_first_weights: WeakKeyDictionary[nn.Module, tuple[list[int], set[float]]] = WeakKeyDictionary()
+
+
+def _warn_about_parts(module: nn.Module, weight: Tensor | float, microbatches: int) -> None:
+    """Warn about weights that differ between the microbatches of a step.
+
+    Losses may have a weight each, but all of them occur before a parameter has a gradient.
+    """
+    if microbatches == 1 or not torch.is_grad_enabled() or _is_on_device(weight):
+        return
+    parameters, weight = [*module.parameters()], float(weight)
+    versions = version_counters(parameters)
+    known, weights = _first_weights.get(module, ([], {weight}))
+    if versions != known:  # the optimizer has stepped
+        weights = {weight}
+    elif weight not in weights and any(parameter.grad is not None for parameter in parameters):
+        problem = "differs from the first microbatch of this step; pass that of all microbatches"
+        warnings.warn(f"weight = {weight:g}: {problem}", RuntimeWarning, stacklevel=3)
+    _first_weights[module] = versions, weights | {weight}
+
+
+def _is_on_device(weight: Tensor | float) -> bool:
+    """Return whether the host would wait for a weight."""
+    return isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight))
 
 
 def is_mean(

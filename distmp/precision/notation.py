@@ -38,6 +38,8 @@ LIGHTNING_POLICIES = {
     "bf16-mixed": "bf16-autocast",
     "32-true": "fp32",
 }
+# The closest policies to other names of other libraries, where spelling would suggest another.
+_SIMILAR = {"16-true": "fp16", "fp16-mixed": "fp16-autocast", "no": "fp32"}
 
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -146,7 +148,8 @@ def _preset(name: Any) -> PrecisionPolicy:
     if not isinstance(name, str) or name not in PRESETS:
         same = LIGHTNING_POLICIES.get(str(name))
         advice = f"use {same!r}, which means the same" if same else None
-        raise ConfigError(SETTING, name, advice or nearest(str(name), [*PRESETS, "auto"]))
+        spelled = _SIMILAR.get(str(name), str(name))
+        raise ConfigError(SETTING, name, advice or nearest(spelled, [*PRESETS, "auto"]))
     return PRESETS[name]
 
 
@@ -240,11 +243,9 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
 
 
 def _as_device(device: torch.device | str) -> torch.device:
-    try:
+    with contextlib.suppress(RuntimeError):
         if isinstance(device, torch.device | str):
             return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'") from error
     raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -366,6 +367,43 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean times weight": lambda x: F.cross_entropy(x, torch.arange(4)) * 4,
     "sum of means": lambda x: x.mean(1).sum(),
 }
+
+
+def accumulate(weights: Sequence[float], *, set_to_none: bool = True) -> None:
+    """Take two steps whose microbatches have these weights."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for weight in weights:
+            loss_sum = model(torch.ones(4, 4)).square().sum()
+            # The weights of the second step are others.
+            loss = distmp.global_mean(loss_sum, weight + step, model, microbatches=len(weights))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weight_of_one_microbatch_is_warned_of(set_to_none: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate([8, torch.tensor(8)], set_to_none=set_to_none)  # type: ignore[list-item]
+    with pytest.warns(RuntimeWarning, match="weight = 5: differs from the first") as found:
+        accumulate([3, 5], set_to_none=set_to_none)
+    assert [warning.filename for warning in found] == [__file__] * 2
+
+
+def test_two_losses_of_a_microbatch_may_have_a_weight_each(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = nn.Linear(4, 4)
+    for _ in range(2):
+        outputs = model(torch.ones(4, 4)).square()
+        losses = [distmp.global_mean(outputs.sum(), n, model, microbatches=2) for n in (8, 32)]
+        sum(losses, torch.zeros(())).backward()
+    with torch.no_grad():
+        distmp.global_mean(torch.ones(()), 5, model, microbatches=2)
+    assert not recwarn
 
 
 def test_a_mean_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
