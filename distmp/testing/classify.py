@@ -71,6 +71,7 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
+        norm: Norm of the gradient before it was clipped; None if it is not known.
         extra: What the term after those of microbatches is: the `sample_mean` or `token_mean`, if
             another one is wanted, or a gradient that may be `accumulated_twice`.
         products: Of each parameter: inner products of the gradients of microbatches, that of
@@ -94,6 +95,7 @@ class SplitResult:
     shard_factors: tuple[float, ...] = ()
     narrow: set[str] = field(default_factory=set)
     reduction: str = ""
+    norm: float | None = None
     is_unlike: bool = False
 
 
@@ -231,10 +233,14 @@ class _Predictions:
         factors = np.array([[value] for _, value, _ in self.factors])
         self._predicted = np.stack([right, added, *rows])[:, None] * factors
         products = self.summed(self.products)
+        # Of each prediction: how many times smaller it is than the gradient was before clipping.
+        self.hidden = np.ones(self._predicted.shape[:2])
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
             norms = _norm(products, self._predicted)[..., None]
             self._predicted = self._predicted * np.minimum(1, split.max_norm / (norms + 1e-6))
+            if split.norm is not None and norms[0, 0] > split.max_norm:
+                self.hidden = split.norm / (norms[..., 0] + 1e-300)
         self.wanted = self._predicted[0, 0]
         self._norm = _norm(products, self.wanted)
 
@@ -250,7 +256,7 @@ class _Predictions:
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""
-        return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
+        return _TOLERANCE + 2 * max(0.0, *(self.split.noise.get(name, 0.0) for name in names))
 
     def fits(self, name: str) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
@@ -260,6 +266,11 @@ class _Predictions:
         share = self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {*np.flatnonzero(errors <= allowed).tolist()}
+
+    def fits_norm(self) -> set[int]:
+        """Return the predictions that agree with the norm before clipping."""
+        allowed = _ROUNDED + self.allowed(self.products)
+        return {*np.flatnonzero(np.abs(self.hidden - 1) <= allowed).tolist()}
 
     def size(self, names: Iterable[str]) -> float:
         """Return the norm of the error of several parameters, relative to the gradient wanted."""
@@ -300,6 +311,8 @@ def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
         for name in names
     }
     left = [name for name, found in labels.items() if 0 not in found]
+    if labels and not left:
+        yield from _hidden(predictions, [*labels], set.intersection(*labels.values()))
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
         yield _predicted(predictions, best, [name for name in left if best in labels[name]])
@@ -330,6 +343,23 @@ def _predicted(predictions: list[_Predictions], label: int, names: list[str]) ->
     named = causes[0] if kind == "right" else kind
     text = f"{text}; with {worst.split.name}"
     return GradientMismatch(named, tuple(names), text, worst.size(names))
+
+
+def _hidden(
+    predictions: list[_Predictions], names: list[str], labels: set[int]
+) -> Iterator[GradientMismatch]:
+    """Explain gradients that are right only because they are clipped."""
+    fitting = set.intersection(*(each.fits_norm() for each in predictions))
+    if 0 in fitting:
+        return
+    factor = max((each.hidden[0, 0] for each in predictions), key=lambda f: abs(f - 1))
+    found = mismatch("constant", names, f": {factor:.5g}")
+    if same := labels & fitting:
+        found = _predicted(predictions, min(same), names)
+    elif power := _power_of_2([factor]):
+        found = mismatch("loss_scale", names, f": 2 ** {power}")
+    text = f"{found.text}; right only after clipping"
+    yield replace(found, text=text, size=abs(float(factor) - 1))
 
 
 def _size(predictions: list[_Predictions], names: Collection[str]) -> float:
