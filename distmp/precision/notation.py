@@ -144,8 +144,9 @@ def _preset(name: Any) -> PrecisionPolicy:
     )
     require(name != "auto", SETTING, name, problem)
     if not isinstance(name, str) or name not in PRESETS:
-        same = LIGHTNING_POLICIES.get(str(name))
-        advice = f"use {same!r}, which means the same" if same else None
+        word = str(name).removeprefix("fp")
+        known = {**LIGHTNING_POLICIES, "16-true": "fp16-autocast", "bf16-true": "bf16-autocast"}
+        advice = f"use {known[word]!r}, which trains FP32 weights" if word in known else None
         raise ConfigError(SETTING, name, advice or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
 

@@ -117,11 +117,9 @@ class Audit:
         # What all names of torch's `clip_grad_norm_` call.
         clip, clip_scaled = clip_grad._clip_grads_with_norm_, DistributedGradScaler.clip_grad_norm_
 
-        def clipped(
-            parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
-        ) -> None:
+        def clipped(parameters: Any, max_norm: float, total_norm: Any, foreach: Any = None) -> None:
             self._clip(parameters, max_norm, total_norm)
-            clip(parameters, max_norm, total_norm, *args, **kwargs)
+            clip(parameters, max_norm, total_norm, foreach)
 
         def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
             optimizers = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]

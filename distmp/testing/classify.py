@@ -194,6 +194,7 @@ def _coefficients(split: SplitResult) -> Iterator[tuple[str, Array | float]]:
     yield "rank_means", by_rank / ranks
     yield "pass_means", inverse(w.sum(0)) / count
     yield "reduced_again", total * float(ranks) ** (count - 1 - position)
+    yield "weighted", total * w
     yield "last_microbatch", last * total
     yield "last_microbatch", last * inverse(w[:, -1].sum())
     yield "last_microbatch", last * means / ranks
@@ -256,7 +257,7 @@ class _Predictions:
 
     def allowed(self, names: Iterable[str]) -> float:
         """Return the relative error of several parameters that arithmetic explains."""
-        return _TOLERANCE + 2 * max(0.0, *(self.split.noise.get(name, 0.0) for name in names))
+        return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
     def fits(self, name: str) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
@@ -266,11 +267,6 @@ class _Predictions:
         share = self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {*np.flatnonzero(errors <= allowed).tolist()}
-
-    def fits_norm(self) -> set[int]:
-        """Return the predictions that agree with the norm before clipping."""
-        allowed = _ROUNDED + self.allowed(self.products)
-        return {*np.flatnonzero(np.abs(self.hidden - 1) <= allowed).tolist()}
 
     def size(self, names: Iterable[str]) -> float:
         """Return the norm of the error of several parameters, relative to the gradient wanted."""
@@ -349,15 +345,18 @@ def _hidden(
     predictions: list[_Predictions], names: list[str], labels: set[int]
 ) -> Iterator[GradientMismatch]:
     """Explain gradients that are right only because they are clipped."""
-    fitting = set.intersection(*(each.fits_norm() for each in predictions))
-    if 0 in fitting:
+    fitting = (
+        np.flatnonzero(np.abs(each.hidden - 1) <= _ROUNDED + each.allowed(names))
+        for each in predictions
+    )
+    if 0 in (same := labels.intersection(*fitting)):
         return
     factor = max((each.hidden[0, 0] for each in predictions), key=lambda f: abs(f - 1))
-    found = mismatch("constant", names, f": {factor:.5g}")
-    if same := labels & fitting:
+    power = _power_of_2([factor])
+    detail = f": 2 ** {power}" if power else f": {factor:.5g}"
+    found = mismatch("loss_scale" if power else "constant", names, detail)
+    if same:
         found = _predicted(predictions, min(same), names)
-    elif power := _power_of_2([factor]):
-        found = mismatch("loss_scale", names, f": 2 ** {power}")
     text = f"{found.text}; right only after clipping"
     yield replace(found, text=text, size=abs(float(factor) - 1))
 

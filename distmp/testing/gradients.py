@@ -161,12 +161,11 @@ def plain_model(
             mode = training.get(plain_name(name), part.training)
             vars(part).update(training=mode, _compiled_call_impl=None)
             for key in () if casts else ("_forward_pre_hooks", "_forward_hooks"):
-                hooks = vars(part)[key].items()
-                others = [(n, hook) for n, hook in hooks if not isinstance(hook, OutputCast)]
-                vars(part)[key] = OrderedDict(others)
+                items = vars(part)[key].items()
+                vars(part)[key] = OrderedDict(i for i in items if not isinstance(i[1], OutputCast))
             if isinstance(part, FSDPModule) or hasattr(part, "ds_id"):
-                names = [key for key in vars(part) if key.endswith("_hooks")]
-                vars(part).update({key: OrderedDict() for key in names})
+                hooks = [key for key in vars(part) if key.endswith("_hooks")]
+                vars(part).update({key: OrderedDict() for key in hooks})
                 vars(part).update(_parameters={**part._parameters})
         with _reparametrize_module(model, tensors, tie_weights=True):
             yield

@@ -99,9 +99,9 @@ def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> N
             "bf16-mixed",
             r"^precision\.policy = 'bf16-mixed': use 'bf16-autocast', which means the s",
         ),
-        ("16-mixed", "use 'fp16-autocast', which means the same$"),
-        ("32-true", "use 'fp32', which means the same$"),
-        ("bf16-mixed,reduce=bf16", "'bf16-mixed': use 'bf16-autocast', which means the same$"),
+        ("16-mixed", "use 'fp16-autocast', which trains FP32 weights$"),
+        ("32-true", "use 'fp32', which trains FP32 weights$"),
+        ("bf16-mixed,reduce=bf16", "'bf16-mixed': use 'bf16-autocast', which trains FP32 weights$"),
     ],
 )
 def test_invalid_policy_description_is_one_message(description: Any, message: str) -> None:
