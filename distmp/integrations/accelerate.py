@@ -89,7 +89,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Raises:
         ConfigError: If both `policy` and `mixed_precision` are given, or accelerate cannot
-            implement the policy.
+            implement the policy. At the step of an optimizer that was not prepared, if its
+            gradients are multiplied by the loss scale.
 
     Example:
         >>> accelerator = Accelerator(mixed_precision="bf16")

@@ -416,7 +416,7 @@ def _counted(predictions: list[_Predictions], names: list[str]) -> tuple[str, st
             shown = np.array2string(shares, precision=3, separator=", ").replace("\n", "")
             texts.append(f", with {each.split.name}: {shown} by rank instead of 1")
     clipped = np.array(norms) > 0.999 * np.max(norms)
-    if clipped.any(1).all() and clipped.sum() > 1:
+    if clipped.any(1).all() and clipped.sum() > 1 < clipped.shape[1]:
         return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
     return ("weighted", texts[0]) if texts else None
 

@@ -347,6 +347,22 @@ def test_clipping_does_not_hide_factors(factor: float, kind: str, text: str) -> 
     assert "right only after clipping" in str(report)
 
 
+def test_clipped_sums_have_wrong_weights() -> None:
+    """Means are expected, and weighted by other counts of labels."""
+
+    def sums(model: nn.Module, batches: list[dict[str, Tensor]], added: int) -> None:
+        for batch in batches:
+            labels = (batch["labels"] != -100).sum()
+            (model(**batch)["loss"] * labels * (labels + added)).backward()
+
+    def clip(model: nn.Module) -> None:
+        clip_grad_norm_(model.parameters(), 0.1)
+
+    for added in (0, 1):
+        report = audited(Labelled(), functools.partial(sums, added=added), clip)
+        assert kinds(report) == ["weighted"], str(report)
+
+
 def test_other_gradients_are_unexplained() -> None:
     def add_noise(model: nn.Module) -> None:
         for parameter in model.parameters():
