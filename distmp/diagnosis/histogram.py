@@ -66,6 +66,11 @@ class ExponentHistogram:
         return ExponentHistogram(torch.tensor(self._rows) + torch.tensor(other._rows))
 
     @property
+    def values(self) -> int:
+        """Number of values."""
+        return sum(map(sum, self._rows))
+
+    @property
     def infinite(self) -> int:
         """Number of infinite values."""
         return self._rows[SPECIAL][0]

@@ -15,6 +15,8 @@ from distmp.launcher.plan import UserOptions
 _OWN_RENDEZVOUS = ("standalone", "master_addr", "master_port")
 _KEPT = ("local_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
 _READ = (*_OWN_RENDEZVOUS, *_KEPT, "nnodes", "nproc_per_node", "node_rank", "rdzv_conf")
+# Characters of a message of torchrun that are shown: some list all options.
+_SHOWN = 200
 
 
 def read(arguments: list[str]) -> UserOptions:
@@ -119,6 +121,6 @@ def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
     return ConfigError(
         "distmp launch",
         shlex.join(torchrun_arguments),
-        f"torchrun does not accept this: {problem}. Write torchrun's options before '--' and the "
-        "run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
+        f"torchrun does not accept this: {problem[:_SHOWN]}. Write torchrun's options before '--' "
+        "and the run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
     )

@@ -23,6 +23,7 @@ from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import ModuleTree, repeats_elements
+from distmp.precision.keep import is_prepared
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization.layers import LowPrecisionLayers
 from distmp.scaling.step_decision import GradientPart
@@ -235,6 +236,11 @@ def check_model(model: object) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise error("is scripted and takes no hooks; pass the plain module")
+    if is_prepared(model):
+        raise error(
+            "has the dtypes and hooks of another engine, perhaps of one that was refused; build a "
+            "new model for each engine"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise error("has no parameter to train; requires_grad is False for all")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -246,8 +252,8 @@ def check_model(model: object) -> None:
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
-        elif tensor.layout != torch.strided and isinstance(tensor, nn.Parameter):
-            problem = "is sparse; use a dense parameter, such as tensor.to_dense()"
+        elif tensor.layout != torch.strided:
+            problem = "is sparse; use a dense tensor, such as tensor.to_dense()"
         elif repeats_elements(tensor):  # a collective would write behind its memory
             problem = "has several elements in one place, as expand() leaves it; use .contiguous()"
         else:

@@ -270,6 +270,11 @@ def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(OutputCast(dtype))
 
 
+def is_prepared(module: nn.Module) -> bool:
+    """Return whether a policy was applied to a module, or to the module that it is a copy of."""
+    return any(isinstance(hook, _OutputCast) for hook in module._forward_hooks.values())
+
+
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
     last = name.rpartition(".")[2]
     class_name = type(part).__name__

@@ -89,7 +89,8 @@ class Restarts:
             rank: The rank of this process.
         """
         now = masked(to_json(config))
-        first = self._stored_value("configuration")
+        # In the first attempt, each rank keeps its own, which the preflight compares.
+        first = self._stored_value("configuration") if self.count > 0 else None
         if first is None and rank == 0:
             self._store_value("configuration", now)
         if first in (None, now):

@@ -196,7 +196,7 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     """
     if not path.startswith(PRESET_PREFIX):
         name = Path(path).name.removesuffix(suffix)
-        if not Path(path).expanduser().exists() and name in preset_names(suffix):
+        if name in preset_names(suffix) and not Path(path).expanduser().exists():
             raise ConfigError(
                 setting, path, f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
             )

@@ -209,15 +209,15 @@ MUTANTS = [
     Mutant(
         "nobody compares the optimizer's tensors with those to be updated",
         "distmp/optim/optimizer_tensors.py",
-        "    check_kind(optimizer)\n    _check_tensors(optimizer, parameters)\n",
-        "    check_kind(optimizer)\n",
+        "    _check_tensors(optimizer, parameters)\n    are_copies",
+        "    are_copies",
         "misuse",
     ),
     Mutant(
         "an optimizer that is changed later is not noticed",
         "distmp/engine/engine.py",
-        "self._setup.updates.check(self.optimizer)",
-        "pass",
+        "self._setup.updates.check(self.optimizer)\n        self._strategy.check_model()",
+        "self._strategy.check_model()",
         "misuse",
     ),
     Mutant(

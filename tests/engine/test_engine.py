@@ -428,24 +428,6 @@ def test_zero_grad_between_steps_changes_nothing(set_to_none: bool, policy: str)
     assert_same_bits(weights(engine), weights(reference))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@ranks()
-def test_second_engine_can_train_the_model(world_size: int) -> None:
-    sizes = ONE_RANK if world_size == 1 else TWO_RANKS
-    first = make_engine()
-    train(first, 2, sizes)
-    second = make_engine(model=first.module)
-    reference = make_engine(model=make_model())
-    reference.load_state_dict({**snapshot(reference), **model_part(first)})
-    for engine in (second, reference):
-        train(engine, 3, sizes, first=2)
-    assert_same_bits(weights(second), weights(reference))
-
-
-def model_part(engine: Engine) -> dict[str, Tensor]:
-    return {k: v for k, v in snapshot(engine).items() if k.startswith("model/")}
-
-
 # One decision for all ranks
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,13 +227,14 @@ def test_calls_of_different_engines_are_an_error(tmp_path: Path) -> None:
 
 
 def test_refused_engine_does_not_affect_others() -> None:
-    def refused(named: Any) -> torch.optim.Optimizer:
-        raise ValueError("no such optimizer")
-
-    model = nn.BatchNorm1d(INPUTS)
-    with pytest.raises(ConfigError, match="no such optimizer"):
-        make_engine(model=model, optimizer=refused)
-    model.running_mean = torch.zeros(INPUTS).to_sparse()  # a copy of it would fail
+    model = nn.Sequential(nn.Linear(INPUTS, 2), nn.BatchNorm1d(2))
+    error = ConfigError("optimizer", "SGD", "is refused late")
+    with (
+        mock.patch("distmp.engine.engine.EngineState", side_effect=error),
+        pytest.raises(ConfigError, match="is refused late") as refused,
+    ):
+        make_engine(model=model)
+    model[1].running_mean = torch.zeros(2).to_sparse()  # a copy of it would fail
     other = Engine(
         nn.Linear(INPUTS, 1),
         lambda module, batch: (module(batch).square().sum(), len(batch)),
@@ -239,4 +242,22 @@ def test_refused_engine_does_not_affect_others() -> None:
         policy="fp32",
     )
     assert other.step([torch.ones(2, INPUTS)]).numbers.applied_total == 1
-    assert model.running_mean.is_sparse
+    assert refused.value is error  # its traceback holds the parts of the engine until here
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_model_of_another_engine_is_refused(is_refused: bool, copied: bool) -> None:
+    """It holds rounded weights, and hooks that cast its inputs."""
+    model = nn.Linear(2, 1)
+
+    def squared(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return module(batch).square().sum(), len(batch)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="optimizer"):
+            Engine(model, squared, lambda named: sgd([("other", torch.zeros(1))]), policy="bf16")
+    else:
+        Engine(model, squared, sgd, policy="bf16")
+    with pytest.raises(ConfigError, match="has the dtypes and hooks of another engine"):
+        Engine(copy.deepcopy(model) if copied else model, squared, sgd, policy="fp32")

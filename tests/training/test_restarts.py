@@ -254,6 +254,8 @@ def test_restart_uses_first_configuration(caplog: pytest.LogCaptureFixture) -> N
     secret = OptimizerConfig(options={"api_key": "hidden"})
     first = RunConfig(steps=7, checkpoint=place, optim=secret)
     assert attempt(memory, 0).configuration(first, 0) is first
+    other = replace(first, seed=2)  # on another machine: the preflight reports it
+    assert attempt(memory, 0).configuration(other, 1) is other
     assert "hidden" not in str(attempt(memory, 1)._stored_value("configuration"))
     assert attempt(memory, 1).configuration(first, 1) is first
     assert not caplog.messages
