@@ -97,7 +97,7 @@ def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> N
         (torch.bfloat16, r"^precision\.policy = torch\.bfloat16: use the name of a preset, a text"),
         (
             "bf16-mixed",
-            r"^precision\.policy = 'bf16-mixed': use 'bf16-autocast', which means the s",
+            r"^precision\.policy = 'bf16-mixed': use 'bf16-autocast', which trains",
         ),
         ("16-mixed", "use 'fp16-autocast', which trains FP32 weights$"),
         ("32-true", "use 'fp32', which trains FP32 weights$"),
