@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 from distmp.masking import masked, masked_text
@@ -63,8 +64,7 @@ class ConfigError(DistmpError, ValueError):
     exit_code = 2
 
     def __init__(self, setting: str, value: object, problem: str) -> None:
-        self.setting = setting
-        self.value = value
+        self.setting, self.value, self.problem = setting, value, problem
         shown = _shown(masked(value, setting))
         if len(shown) > _SHOWN:
             shown = f"{shown[: _SHOWN // 2]}...{shown[-_SHOWN // 2 :]}"
@@ -85,6 +85,16 @@ def require(valid: bool, setting: str, value: object, problem: str) -> None:
     """
     if not valid:
         raise ConfigError(setting, value, problem)
+
+
+@contextmanager
+def argument_names() -> Iterator[None]:
+    """Name arguments in errors that name configuration keys: `policy` for `precision.policy`."""
+    try:
+        yield
+    except ConfigError as error:
+        name = error.setting.removeprefix("precision.")
+        raise ConfigError(name, error.value, error.problem) from None
 
 
 def _shown(value: object) -> str:

@@ -10,23 +10,28 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wants_cpu
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import ConfigError, argument_names, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
+from distmp.scaling.local_gradients import local_gradients, parameters
+from distmp.scaling.reduced_flags import GradientVersions
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
 
@@ -84,7 +89,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Raises:
         ConfigError: If both `policy` and `mixed_precision` are given, or accelerate cannot
-            implement the policy.
+            implement the policy. At the step of an optimizer that was not prepared, if its
+            gradients are multiplied by the loss scale.
 
     Example:
         >>> accelerator = Accelerator(mixed_precision="bf16")
@@ -92,6 +98,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         'bf16-autocast'
     """
 
+    @argument_names()
     def __init__(
         self,
         policy: PolicyLike | None = None,
@@ -129,20 +136,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
+        problem = (
+            "accelerate shards only on several GPUs, and would train a whole model on each rank;"
+            " remove it, or use distmp.Engine, which shards on CPUs too"
+        )
+        require(self.shards or not shards, "fsdp_plugin", "in use", problem)
         self.state.distmp_policy = self.policy  # for other Accelerators of this process
         unused = unused_rules(self.policy.loss_scale, loss_scale)
         if unused and self.is_main_process:
             logger.warning("precision %s: %s", self.policy.name, unused)
-        if not self.shards:
-            # accelerate ignores the plugin on a CPU and in a single process.
-            check_replicated(self.policy)
+        self._switches = ExitStack()
         if rules is not None:
+            self._switches.callback(_watch_steps(self))
             self.native_amp = True  # accelerate does not set it on the CPU
             self.scaler = DeferredGradScaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
         self._follows = policy is None
-        self._switches = ExitStack()
         if not self._follows:
             self._switches.enter_context(product_switches(self.policy))
             # Many scripts do not call `end_training`, and at the end torch cannot be called.
@@ -161,6 +171,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     self._prepare_for_fsdp2(module)
         return super().prepare(*args, device_placement=device_placement)
 
+    @argument_names()
     def prepare_model(
         self,
         model: nn.Module,
@@ -190,6 +201,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
+    def backward(self, loss: Tensor, **arguments: Any) -> None:
+        """Run backward; before the first step, with a loss scale, watch for early clipping."""
+        super().backward(loss, **arguments)
+        if self.policy.loss_scale is not None and self.scaler._latest_found_inf is None:
+            for optimizer in self._optimizers:
+                optimizer.watch_gradients()
+
+    def load_state(self, input_dir: str | None = None, **arguments: Any) -> None:
+        """Load a state; without that of a scaler, the loss scale starts anew."""
+        try:
+            super().load_state(input_dir, **arguments)
+        except FileNotFoundError as error:
+            if not str(error.filename).endswith(utils.SCALER_NAME):
+                raise
+            logger.warning("%s is missing, so the loss scale starts anew", error.filename)
+            with mock.patch.object(self, "scaler", None):
+                super().load_state(input_dir, **arguments)
+
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""
         # Keep a reference to the process group until the process ends. With torch 2.13, destroying
@@ -199,6 +228,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().end_training()
         self._switches.close()
         atexit.unregister(self._switches.close)
+
+    def _refuse_scaled_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step whose gradients did not go through the scaler."""
+        unscaled = [checked.optimizer for checked in self.scaler._inspected.values()]
+        if optimizer in unscaled or not self.scaler._has_scaled:
+            return
+        trained = {p for model in self._models for p in model.parameters() if p.grad is not None}
+        # An optimizer may be inside of another one.
+        known = {parameter for each in unscaled for parameter in parameters(each)}
+        scaled = (trained & {*parameters(optimizer)}) - known
+        # torch creates optimizer states by a step with a learning rate of 0.
+        moves = scaled and any(group.get("lr", 1) for group in optimizer.param_groups)
+        problem = "its gradients are multiplied by the loss scale; pass it to accelerator.prepare"
+        require(not moves, "optimizer", type(optimizer).__name__, problem)
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
@@ -223,6 +266,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             module.forward = builders.autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
 
+def _watch_steps(accelerator: Accelerator) -> Callable[[], None]:
+    """Watch all optimizers of the process, because others may have the parameters."""
+    owner = weakref.ref(accelerator)
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if (accelerator := owner()) is not None:
+            accelerator._refuse_scaled_step(optimizer)
+
+    return register_optimizer_step_pre_hook(refuse).remove
+
+
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Reads from the scaler whether a step was skipped.
 
@@ -231,8 +285,21 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """
 
     _found_inf: Tensor | None = None
+    _watched: GradientVersions | None = None
+
+    def watch_gradients(self) -> None:
+        """Remember the gradients after a backward, until the next step."""
+        self._watched = GradientVersions(self.optimizer, local_gradients(self.optimizer))
 
     def step(self, closure: Any = None) -> None:
+        watched, self._watched = self._watched, None
+        is_scaled = id(self.optimizer) not in self.scaler._inspected
+        if watched and is_scaled and not watched.are_unchanged():
+            logger.warning(
+                "gradients of %s changed between backward and step while they were multiplied by"
+                " the loss scale; clip them with accelerator.clip_grad_norm_",
+                type(self.optimizer).__name__,
+            )
         super().step(closure)
         if self.gradient_state.sync_gradients:
             self._found_inf = self.scaler._latest_found_inf
@@ -278,16 +345,14 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
     word, problem = arguments.get("mixed_precision"), f"policy = {policy!r} is given as well"
     one = word is None or policy is None
     require(one, "mixed_precision", str(word), f"{problem}; give one of the two")
+    problem = (
+        "it casts, reduces and scales on its own, so the policy and the scaler would not apply; use"
+        " DDP or FSDP, or accelerate's own Accelerator"
+    )
     for engine in _OTHER_ENGINES:
-        name = f"ACCELERATE_USE_{engine.upper()}"
         plugins = (arguments.get(f"{engine}_plugin"), arguments.get(f"{engine}_plugins"))
-        if any(plugin is not None for plugin in plugins) or is_true(name):
-            raise ConfigError(
-                f"{engine}_plugin",
-                "in use",
-                "it casts, reduces and scales on its own, so the policy and the scaler would not"
-                " apply; use DDP or FSDP, or accelerate's own Accelerator",
-            )
+        used = plugins != (None, None) or is_true(f"ACCELERATE_USE_{engine.upper()}")
+        require(not used, f"{engine}_plugin", "in use", problem)
     for handler in arguments.get("kwargs_handlers") or ():
         _check_handler(handler)
 
@@ -365,12 +430,9 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
             which only the engine configures, or matrix products have fewer bits.
     """
     builders.refuse_low_precision_matmuls(policy)
-    problem = (
-        "applies to distmp.Engine; remove it here, and pass stochastic_rounding=True to "
-        "distmp.optim.AdamW"
-    )
-    rounds = policy.stochastic_rounding
-    require(not rounds, "precision.policy.stochastic_rounding", rounds, problem)
+    problem = "remove it, and pass stochastic_rounding=True to distmp.optim.AdamW"
+    setting = "precision.policy.stochastic_rounding"
+    require(not policy.stochastic_rounding, setting, True, problem)
     if not (policy.autocast or policy.has_masters):
         scale = policy.loss_scale
         problem = "accelerate unscales gradients only for float16 compute; use reduce=fp32"
@@ -390,8 +452,7 @@ def check_replicated(policy: PrecisionPolicy) -> None:
     """
     problem = (
         f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which"
-        " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
-        " distmp.Engine"
+        " accelerate supports only with FSDP; use a policy with autocast, or distmp.Engine"
     )
     require(not policy.has_masters, "precision.policy", policy.name, problem)
     builders.ddp_comm_hook(policy)

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
-from distmp.errors import ConfigError, TrainingError, require
+from distmp.errors import ConfigError, TrainingError, argument_names, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
@@ -156,17 +155,16 @@ def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:
-    error = partial(ConfigError, "model", name)
-    if not is_dtensor(parameter):
-        raise error(
-            "is not sharded although other parameters are, so its gradients are not averaged over "
-            "ranks; call fully_shard on the module that holds all of them, too"
-        )
-    if parameter.dtype != torch.float32:
-        raise error(
-            f"is sharded in {dtype_name(parameter.dtype)}, but the policy trains FP32 weights; "
-            "call .float() on the model before fully_shard"
-        )
+    problem = (
+        "is not sharded although other parameters are, so its gradients are not averaged over "
+        "ranks; call fully_shard on the module that holds all of them, too"
+    )
+    require(is_dtensor(parameter), "model", name, problem)
+    problem = (
+        f"is sharded in {dtype_name(parameter.dtype)}, but the policy trains FP32 weights; "
+        "call .float() on the model before fully_shard"
+    )
+    require(parameter.dtype == torch.float32, "model", name, problem)
 
 
 # `Precision` of a package of Lightning, in the subclass that `MixedPrecision` creates.
@@ -229,6 +227,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         bound: type[MixedPrecision] = type(cls.__name__, (cls, module.Precision), names)
         return object.__new__(bound)
 
+    @argument_names()
     def __init__(
         self,
         policy: PolicyLike,
@@ -279,7 +278,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
         The gradient is that of the sum of all losses divided by the sum of all weights, over all
         microbatches and ranks of a step. Use it for every microbatch of every rank, with one
-        optimizer, and do not divide the loss by the number of microbatches. A step waits for the
+        optimizer, and do not divide the result, which causes a warning. A step waits for the
         device, to read the sum of weights.
 
         Args:
@@ -300,6 +299,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     # Hooks of forward
 
+    @argument_names()
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Apply the policy to a module; changed in place."""
         self._switches.close()

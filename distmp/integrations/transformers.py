@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, TrainingError, require
+from distmp.errors import TrainingError, require
 from distmp.integrations.accelerate import Accelerator, fsdp_plugin
 from distmp.integrations.deferred_scaler import DeferredGradScaler
+from distmp.parallel.global_mean import is_sum
 from distmp.precision import PolicyLike, PrecisionPolicy
 from distmp.scaling.settings import LossScaleConfig
 
@@ -45,8 +46,8 @@ _UNSCALED = LossScaleConfig(dynamic=False, init=1.0)
 class TrainerMixin(_TrainerBase):
     """Adds distmp to a trainer of Transformers or TRL: `class MyTrainer(TrainerMixin, SFTTrainer)`.
 
-    - `policy` sets all dtypes. Without it, `bf16` and `fp16` of the training arguments select
-      `bf16-autocast` and `fp16-autocast`, and otherwise `fp32`.
+    - `policy` sets all dtypes. Without it, `bf16` and `fp16` of the training arguments or
+      `ACCELERATE_MIXED_PRECISION` select `bf16-autocast` and `fp16-autocast`, otherwise `fp32`.
     - The gradient is that of the mean over all labels (without labels: samples) of all microbatches
       and ranks. `compute_loss` returns the mean of one microbatch, which the mixin weights.
     - All ranks apply or skip a step together, under every policy. A skipped step does not advance
@@ -85,15 +86,10 @@ class TrainerMixin(_TrainerBase):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        order = cls.__mro__
-        trainer = transformers.Trainer
-        if trainer in order and order.index(trainer) < order.index(TrainerMixin):
-            raise ConfigError(
-                "bases",
-                [base.__name__ for base in cls.__bases__],
-                "the methods of the trainer would come before those of TrainerMixin; name"
-                " TrainerMixin first",
-            )
+        order, trainer = cls.__mro__, transformers.Trainer
+        first = trainer not in order or order.index(trainer) > order.index(TrainerMixin)
+        problem = "would use the methods of the trainer; name TrainerMixin first"
+        require(first, "bases", [base.__name__ for base in cls.__bases__], problem)
 
     def __init__(
         self,
@@ -127,13 +123,12 @@ class TrainerMixin(_TrainerBase):
         )
         with mock.patch.object(transformers.trainer, "Accelerator", build):
             super().create_accelerator_and_postprocess()
-        if not isinstance(self.accelerator, _TrainerAccelerator):
-            raise ConfigError(
-                "transformers",
-                transformers.__version__,
-                f"{type(self).__name__} creates its accelerator in another way; use a trainer of"
-                " Transformers or TRL, or distmp.integrations.accelerate in your own loop",
-            )
+        problem = (
+            f"{type(self).__name__} creates its accelerator in another way; use a trainer of"
+            " Transformers or TRL, or distmp.integrations.accelerate in your own loop"
+        )
+        is_ours = isinstance(self.accelerator, _TrainerAccelerator)
+        require(is_ours, "transformers", transformers.__version__, problem)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -157,6 +152,8 @@ class TrainerMixin(_TrainerBase):
         own = torch.tensor(
             [[sum(values), len(batches), len(batches) < num_batches]], dtype=torch.float64
         ).to(device)
+        is_first = self.state.global_step == 0
+        self.accelerator.averages_losses = is_first and max(values, default=0) > 1
         total, microbatches, ended = self.accelerator.gather(own).sum(0).tolist()  # the only wait
         if ended:
             self._ended_iterator = epoch_iterator
@@ -275,6 +272,7 @@ class _TrainerAccelerator(Accelerator):
 
     Attributes:
         loss_weight: Factor of the loss in `backward`; None outside of a training step.
+        averages_losses: Whether the next loss should be a mean of several, which is checked.
     """
 
     def __init__(
@@ -288,6 +286,7 @@ class _TrainerAccelerator(Accelerator):
             arguments["mixed_precision"] = None
         super().__init__(policy, max_consecutive_skips=max_consecutive_skips, **arguments)
         self.loss_weight: Tensor | float | None = None
+        self.averages_losses = False
         if self.scaler is None:
             self.scaler = DeferredGradScaler(
                 self.device.type, _UNSCALED, max_consecutive_skips=max_consecutive_skips
@@ -300,6 +299,12 @@ class _TrainerAccelerator(Accelerator):
                 "backward was called outside of the trainer's training_step, so the weight of the"
                 " loss is not known; override compute_loss, or call super().training_step()"
             )
+        if self.averages_losses and is_sum(loss):
+            logger.warning(
+                "the loss looks like a sum, and it is multiplied by the number of its labels or"
+                " samples, so the gradient is too large; return the mean of the microbatch"
+            )
+        self.averages_losses = False
         super().backward(loss * self.loss_weight, **arguments)
 
 
@@ -379,19 +384,13 @@ def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
 
 
 def _check_sharding(trainer: TrainerMixin) -> None:
-    arguments, accelerator = trainer.args, trainer.accelerator
     loaded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     problem = (
         "Transformers shards and reduces in its own dtypes; load the model without it, and set fsdp"
         " in the training arguments"
     )
     require(not loaded, "distributed_config", "in use", problem)
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    problem = (
-        "accelerate shards only on several GPUs, and would train a whole model on each rank; remove"
-        " it, or use distmp.Engine, which shards on CPUs too"
-    )
-    require(accelerator.shards or not arguments.fsdp, "fsdp", arguments.fsdp, problem)
-    if plugin is not None and arguments.gradient_accumulation_steps > 1:
-        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and trainer.args.gradient_accumulation_steps > 1:
+        each = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

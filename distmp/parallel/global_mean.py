@@ -151,8 +151,8 @@ def _ranks(reduction: GradientReduction) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(dist.get_process_group_ranks(group)) for group in reduction.groups)
 
 
-# torch's enum value of reduction="mean", which the autograd nodes of losses store.
-MEAN = 1
+# torch's enum values of `reduction`, which the autograd nodes of losses store.
+NONE, MEAN, SUM = range(3)
 
 
 def global_mean(
@@ -385,6 +385,21 @@ def is_mean(
             visited.add(following)
             nodes.append((following, factor * own))
     return found
+
+
+def is_sum(loss: Tensor) -> bool:
+    """Return whether the autograd graph shows a sum of losses that is not divided.
+
+    The host may wait to read the factors of the loss from a device.
+    """
+    node, summed = loss.grad_fn, False
+    while node is not None and node.name().startswith(("ToCopy", "Mul", "Div", "Sum", "View")):
+        kind = node.name()
+        if kind.startswith(("Mul", "Div")) and (summed or _factor(node, host_waits=True) != 1):
+            return False
+        summed |= kind.startswith("Sum")
+        node = node.next_functions[0][0]
+    return getattr(node, "_saved_reduction", None) == (NONE if summed else SUM)
 
 
 def _factor(node: Any, *, host_waits: bool) -> float:

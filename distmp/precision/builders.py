@@ -160,7 +160,8 @@ def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
             policy,
             f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but "
             f"DistributedDataParallel sums them in the {dtype_name(policy.module_dtype)} of the "
-            "parameters; use distmp's strategy 'ddp', or a policy with autocast",
+            f"parameters; use accumulate={dtype_word(policy.module_dtype)}, a policy with autocast,"
+            " or distmp.Engine",
         )
     one_dtype = not (policy.casts_parameters and policy.keep_fp32)
     if policy.reduce_dtype == policy.module_dtype and one_dtype:

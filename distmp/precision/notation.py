@@ -38,8 +38,8 @@ LIGHTNING_POLICIES = {
     "bf16-mixed": "bf16-autocast",
     "32-true": "fp32",
 }
-# The closest policies to other names of other libraries, where spelling would suggest another.
-_SIMILAR = {"16-true": "fp16", "fp16-mixed": "fp16-autocast", "no": "fp32"}
+# The policies to use in place of others of other libraries.
+_SIMILAR = {"16-true": "fp16-autocast", "bf16-true": "bf16-autocast", "no": "fp32"}
 
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -146,10 +146,10 @@ def _preset(name: Any) -> PrecisionPolicy:
     )
     require(name != "auto", SETTING, name, problem)
     if not isinstance(name, str) or name not in PRESETS:
-        same = LIGHTNING_POLICIES.get(str(name))
-        advice = f"use {same!r}, which means the same" if same else None
-        spelled = _SIMILAR.get(str(name), str(name))
-        raise ConfigError(SETTING, name, advice or nearest(spelled, [*PRESETS, "auto"]))
+        word = str(name).removeprefix("fp")
+        known = {**LIGHTNING_POLICIES, **_SIMILAR}
+        advice = f"use {known[word]!r}, which trains FP32 weights" if word in known else None
+        raise ConfigError(SETTING, name, advice or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
 
 

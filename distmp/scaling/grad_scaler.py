@@ -666,9 +666,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._rules = replace(self._rules, **changes)
         except ConfigError as error:
             name = error.setting.rpartition(".")[2]
-            problem = str(error).partition(": ")[2]
             setting = "init_scale" if name == "init" else name
-            raise ConfigError(setting, error.value, problem) from None
+            raise ConfigError(setting, error.value, error.problem) from None
         if self._loss_scale is not None:
             self._loss_scale.config = self._rules
 

@@ -106,7 +106,9 @@ def loss_scale_rules(
     Raises:
         ConfigError: If policy and rules name two different scales.
     """
-    rules = rules or LossScaleConfig()
+    rules = LossScaleConfig() if rules is None else rules
+    problem = "pass distmp.LossScaleConfig(init=...), or fix it in the policy: loss_scale=128"
+    require(isinstance(rules, LossScaleConfig), "loss_scale", rules, problem)
     if scale is None:
         return None
     if scale == "dynamic":

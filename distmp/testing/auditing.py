@@ -117,24 +117,27 @@ class Audit:
         # What all names of torch's `clip_grad_norm_` call.
         clip, clip_scaled = clip_grad._clip_grads_with_norm_, DistributedGradScaler.clip_grad_norm_
 
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> None:
-            self._clip(parameters, max_norm)
-            clip(parameters, max_norm, *args, **kwargs)
+        def clipped(parameters: Any, max_norm: float, total_norm: Any, foreach: Any = None) -> None:
+            self._clip(parameters, max_norm, total_norm)
+            clip(parameters, max_norm, total_norm, foreach)
 
         def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
             optimizers = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-            self._clip(gradients.held_parameters(self._model, *optimizers), max_norm)
-            return clip_scaled(scaler, optimizers, max_norm)
+            norm = clip_scaled(scaler, optimizers, max_norm)
+            self._clip(gradients.held_parameters(self._model, *optimizers), max_norm, norm)
+            return norm
 
         yield patch.object(clip_grad, "_clip_grads_with_norm_", clipped)
         yield patch.object(DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler)
 
-    def _clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
+    def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         step = self._current
         part = sum(p.grad is not None for p in parameters)
         apart = part < sum(each is not None for each in self._gradients().values())
         step.is_clipped_apart |= apart or step.max_norm is not None
         step.max_norm = float(max_norm)
+        with _disable_current_modes():
+            step.norm = None if step.is_clipped_apart else float(gradients.full(norm))
 
     def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a scaler, which may skip that of the optimizer."""
@@ -224,7 +227,9 @@ class Audit:
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
                 self._not_decided("gradients", f"could not be computed again: {error}")
         elif not self._found:
-            self._not_decided("optimizer", "has not been called")
+            skipped = f"has skipped all {len(self._rates)} steps: gradients overflow; audit more"
+            text = skipped if self._rates else "has not been called"
+            self._not_decided("optimizer", text)
         if unused:
             text = f"{unused} forwards without backward; look at them under torch.no_grad()"
             self._not_decided("model", text)

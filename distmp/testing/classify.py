@@ -71,6 +71,7 @@ class SplitResult:
         rank: This rank.
         weights: Weight of each microbatch, of shape (ranks, microbatches).
         max_norm: What the gradient is clipped to on purpose.
+        norm: Norm of the gradient before it was clipped; None if it is not known.
         extra: What the term after those of microbatches is: the `sample_mean` or `token_mean`, if
             another one is wanted, or a gradient that may be `accumulated_twice`.
         products: Of each parameter: inner products of the gradients of microbatches, that of
@@ -94,6 +95,7 @@ class SplitResult:
     shard_factors: tuple[float, ...] = ()
     narrow: set[str] = field(default_factory=set)
     reduction: str = ""
+    norm: float | None = None
     is_unlike: bool = False
 
 
@@ -192,6 +194,7 @@ def _coefficients(split: SplitResult) -> Iterator[tuple[str, Array | float]]:
     yield "rank_means", by_rank / ranks
     yield "pass_means", inverse(w.sum(0)) / count
     yield "reduced_again", total * float(ranks) ** (count - 1 - position)
+    yield "weighted", total * w
     yield "last_microbatch", last * total
     yield "last_microbatch", last * inverse(w[:, -1].sum())
     yield "last_microbatch", last * means / ranks
@@ -231,10 +234,14 @@ class _Predictions:
         factors = np.array([[value] for _, value, _ in self.factors])
         self._predicted = np.stack([right, added, *rows])[:, None] * factors
         products = self.summed(self.products)
+        # Of each prediction: how many times smaller it is than the gradient was before clipping.
+        self.hidden = np.ones(self._predicted.shape[:2])
         if split.max_norm is not None:
             # Whatever the gradient is, it has been clipped by its own norm.
             norms = _norm(products, self._predicted)[..., None]
             self._predicted = self._predicted * np.minimum(1, split.max_norm / (norms + 1e-6))
+            if split.norm is not None and norms[0, 0] > split.max_norm:
+                self.hidden = split.norm / (norms[..., 0] + 1e-300)
         self.wanted = self._predicted[0, 0]
         self._norm = _norm(products, self.wanted)
 
@@ -300,6 +307,8 @@ def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
         for name in names
     }
     left = [name for name, found in labels.items() if 0 not in found]
+    if labels and not left:
+        yield from _hidden(predictions, [*labels], set.intersection(*labels.values()))
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
         yield _predicted(predictions, best, [name for name in left if best in labels[name]])
@@ -330,6 +339,26 @@ def _predicted(predictions: list[_Predictions], label: int, names: list[str]) ->
     named = causes[0] if kind == "right" else kind
     text = f"{text}; with {worst.split.name}"
     return GradientMismatch(named, tuple(names), text, worst.size(names))
+
+
+def _hidden(
+    predictions: list[_Predictions], names: list[str], labels: set[int]
+) -> Iterator[GradientMismatch]:
+    """Explain gradients that are right only because they are clipped."""
+    fitting = (
+        np.flatnonzero(np.abs(each.hidden - 1) <= _ROUNDED + each.allowed(names))
+        for each in predictions
+    )
+    if 0 in (same := labels.intersection(*fitting)):
+        return
+    factor = max((each.hidden[0, 0] for each in predictions), key=lambda f: abs(f - 1))
+    power = _power_of_2([factor])
+    detail = f": 2 ** {power}" if power else f": {factor:.5g}"
+    found = mismatch("loss_scale" if power else "constant", names, detail)
+    if same:
+        found = _predicted(predictions, min(same), names)
+    text = f"{found.text}; right only after clipping"
+    yield replace(found, text=text, size=abs(float(factor) - 1))
 
 
 def _size(predictions: list[_Predictions], names: Collection[str]) -> float:
@@ -387,7 +416,7 @@ def _counted(predictions: list[_Predictions], names: list[str]) -> tuple[str, st
             shown = np.array2string(shares, precision=3, separator=", ").replace("\n", "")
             texts.append(f", with {each.split.name}: {shown} by rank instead of 1")
     clipped = np.array(norms) > 0.999 * np.max(norms)
-    if clipped.any(1).all() and clipped.sum() > 1:
+    if clipped.any(1).all() and clipped.sum() > 1 < clipped.shape[1]:
         return "clipped", f": the part of each rank alone, to the norm {np.max(norms):.4g}"
     return ("weighted", texts[0]) if texts else None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
+from distmp.precision.keep import OutputCast
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
@@ -99,7 +100,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
         held = {**named_parameters(model), **buffers}
-        return {name: _full(tensor).clone() for name, tensor in held.items()}
+        return {name: full(tensor).clone() for name, tensor in held.items()}
 
 
 def full_gradients(model: nn.Module, gradients: ByName | None = None) -> ByName:
@@ -129,12 +130,13 @@ def _held(model: Any, parameter: nn.Parameter) -> Tensor | None:
 
 def _full_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
     if gradient is None and is_dtensor(parameter):
-        _full(torch.zeros_like(parameter))  # takes part in the all-gather of other ranks
-    return None if gradient is None else _full(gradient).to_dense()
+        full(torch.zeros_like(parameter))  # takes part in the all-gather of other ranks
+    return None if gradient is None else full(gradient).to_dense()
 
 
 @torch.no_grad()
-def _full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
+    """Return a full tensor; every rank has to call it."""
     if hasattr(tensor, "ds_id"):  # ZeRO-3
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -145,7 +147,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def plain_model(
-    model: nn.Module, tensors: dict[str, Tensor], training: Mapping[str, bool]
+    model: nn.Module, tensors: dict[str, Tensor], training: Mapping[str, bool], *, casts: bool
 ) -> Iterator[None]:
     """Let a module compute with other tensors, without hooks of FSDP2 and ZeRO-3.
 
@@ -153,12 +155,16 @@ def plain_model(
         model: The module, without wrappers.
         tensors: Full parameters and buffers by their names in it.
         training: Whether parts are in training mode, by their names in the plain model.
+        casts: Whether hooks of a policy of distmp cast inputs and outputs.
     """
     kept = [(vars(part), {**vars(part)}) for part in model.modules()]
     try:
         for name, part in model.named_modules():
             mode = training.get(plain_name(name), part.training)
             vars(part).update(training=mode, _compiled_call_impl=None)
+            for key in () if casts else ("_forward_pre_hooks", "_forward_hooks"):
+                items = vars(part)[key].items()
+                vars(part)[key] = OrderedDict(i for i in items if not isinstance(i[1], OutputCast))
             if isinstance(part, FSDPModule) or hasattr(part, "ds_id"):
                 hooks = [key for key in vars(part) if key.endswith("_hooks")]
                 vars(part).update({key: OrderedDict() for key in hooks})

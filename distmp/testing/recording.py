@@ -129,6 +129,7 @@ class Step:
         former: Gradients that were there before the first forward.
         gradients: Those that the optimizer got.
         max_norm: What gradients were clipped to.
+        norm: Their norm before; None if it was not seen.
         is_clipped_apart: Whether parts of them were.
     """
 
@@ -142,6 +143,7 @@ class Step:
     former: ByName = field(default_factory=dict)
     gradients: ByName = field(default_factory=dict)
     max_norm: float | None = None
+    norm: float | None = None
     is_clipped_apart: bool = False
 
     def end(self) -> int:

@@ -60,6 +60,7 @@ class Reference:
         ideal = self._of_all_ranks(replace(step, compute=torch.float64))[1] if exact else {}
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
+        split.norm = step.norm
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]
         split.is_unlike = not bool(ratios.isclose(ratios[:1], rtol=0.01).all())
@@ -93,14 +94,17 @@ class Reference:
 
     def _own(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weight and other losses, and FP32 gradients of loss sums of own microbatches."""
+        problem = "it was not called; pass the part of the model that is, such as model.net"
+        require(bool(step.state), "forward of the audited model", None, problem)
         tensors, cast = self._tensors(step)
         trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
         numbers = torch.zeros(len(step.forwards), 2, dtype=torch.float64)
         stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
-        plain = plain_model(self._model, tensors, step.training)
+        exact = step.compute is torch.float64
+        plain = plain_model(self._model, tensors, step.training, casts=not exact)
         with torch.random.fork_rng(), torch.enable_grad(), plain:
             for index, each in enumerate(step.forwards):
-                weight, factor, others = self._backward(each, cast, step.compute is torch.float64)
+                weight, factor, others = self._backward(each, cast, exact)
                 numbers[index] = torch.tensor([weight, others])
                 for name, tensor in trained.items():
                     if tensor.grad is not None:

@@ -278,13 +278,13 @@ def test_process_group_is_destroyed_before_model() -> None:
 def test_settings_that_override_policy_are_refused() -> None:
     compressed = DistributedDataParallelKwargs(comm_hook="fp16")
     cases: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
-        ("fp99", {}, "precision.policy", "fp99"),
-        ("bf16", {}, "precision.policy", "use a policy with autocast"),
-        ("bf16-pure", {}, "precision.policy", "sums microbatches in float32"),
-        ("bf16-autocast,output=bf16", {}, "precision.policy.output", "in float32"),
+        ("fp99", {}, "policy", "fp99"),
+        ("bf16", {}, "policy", "use a policy with autocast"),
+        ("bf16-pure", {}, "policy", "sums microbatches in float32"),
+        ("bf16-autocast,output=bf16", {}, "policy.output", "in float32"),
         ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "policy = 'bf16-auto"),
         ("fp32", {"mixed_precision": "no"}, "mixed_precision", "give one of the two"),
-        (True, {}, "precision.policy", "True"),
+        (True, {}, "policy", "True"),
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "the policy and the scaler"),
         (
             "fp32",
@@ -302,12 +302,66 @@ def test_settings_that_override_policy_are_refused() -> None:
         ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
         ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "this hook does not"),
         # accelerate ignores the plugin on a CPU.
-        ("bf16", {"fsdp_plugin": FullyShardedDataParallelPlugin()}, "precision.policy", "FSDP"),
+        ("bf16", {"fsdp_plugin": FullyShardedDataParallelPlugin()}, "fsdp_plugin", "whole model"),
+        ("fp16-autocast", {"loss_scale": 128.0}, "loss_scale", "pass distmp.LossScaleConfig"),
+        ("16-true", {}, "policy", "use 'fp16-autocast', which trains FP32 weights"),
+        ("fp16-mixed", {}, "policy", "use 'fp16-autocast', which trains FP32 weights"),
     )
     for name, arguments, setting, message in cases:
         with pytest.raises(ConfigError, match=message) as caught:
             Accelerator(name, **arguments)
         assert caught.value.setting == setting
+
+
+@ranks(1)
+def test_gradients_that_are_still_scaled_are_noticed() -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def train(*, prepares: bool, fused: bool, clips: Callable[..., Any] | None) -> list[str]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator("fp16-autocast", gradient_accumulation_steps=2)
+        model: Any = make_model()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), fused=fused)
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer) if prepares else optimizer
+        with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+            for step in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch(step, 0)).square().mean())
+                    if accelerator.sync_gradients:
+                        (accelerator.clip_grad_norm_ if clips is None else clips)(
+                            model.parameters(), 0.1
+                        )
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return [call.args[0] for call in warning.call_args_list]
+
+    for fused in (False, True):
+        assert train(prepares=True, fused=fused, clips=None) == []
+        (message,) = train(prepares=True, fused=fused, clips=clip)
+        assert "clip them with accelerator.clip_grad_norm_" in message
+        with pytest.raises(ConfigError, match=r"optimizer = 'AdamW': .*pass it to accelerator"):
+            train(prepares=False, fused=fused, clips=clip)
+
+
+@ranks(1)
+def test_state_without_scaler_starts_loss_scale_anew(tmp_path: Path) -> None:
+    for name in ("bf16-autocast", "fp16-autocast"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(name)
+        module = make_model()
+        model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+        if name == "bf16-autocast":
+            nn.init.constant_(module[0].bias, 3.0)
+            accelerator.save_state(str(tmp_path))
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        accelerator.load_state(str(tmp_path))
+    assert warning.call_count == 1
+    assert module[0].bias.unique().item() == 3.0
+    assert accelerator.scaler.get_scale() == 2.0**16
+    accelerator.backward(model(batch(0, 0)).square().mean() / 2**16)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
 
 
 @ranks(1)

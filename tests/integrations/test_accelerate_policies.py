@@ -149,7 +149,7 @@ def test_16_bit_accumulation_is_refused() -> None:
     [
         ("bf16-autocast,output=bf16", "returns outputs in float32"),
         ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only for float16"),
-        ("bf16-pure,stochastic_rounding=true", "applies to distmp.Engine"),
+        ("bf16-pure,stochastic_rounding=true", "remove it, and pass stochastic_rounding=True"),
     ],
 )
 def test_policies_without_accelerate_equivalent_are_refused(text: str, message: str) -> None:

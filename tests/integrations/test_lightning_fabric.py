@@ -330,7 +330,7 @@ def test_pytorch_lightning_package_is_supported() -> None:
         ("fp32,loss_scale=8", "remove loss_scale"),
         ("fp8", "only distmp.Engine and the trainer compute; .* here 'bf16'"),
         ("mxfp8,autocast=true", "or here 'bf16-autocast'"),
-        ("16-true", "16-true"),
+        ("16-true", "use 'fp16-autocast', which trains FP32 weights"),
     ],
 )
 def test_policy_unsupported_by_lightning_is_refused(name: str, problem: str) -> None:
@@ -362,6 +362,18 @@ def test_deepspeed_is_refused() -> None:
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime"})(1, 1)
     with pytest.raises(ConfigError, match="casts, reduces and scales on its own"):
         check_parallel(engine, PRESETS["fp32"])
+
+
+@ranks(1)
+def test_errors_name_arguments() -> None:
+    importlib.import_module("lightning_fabric")
+    for arguments, setting in (
+        (("fp99",), "policy"),
+        (("fp16-autocast", "cpu"), "loss_scale"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            MixedPrecision(*arguments, loss_scale=128.0)
+        assert caught.value.setting == setting
 
 
 @ranks(1)

@@ -7,6 +7,7 @@ serves several checks.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import distmp
+from benchmarks.figures import ROOT
 from distmp.integrations.lightning import MixedPrecision
 from distmp.scaling.settings import LossScaleConfig
 from tests.ranks import ranks, same_on_all_ranks
@@ -159,6 +162,24 @@ def fused_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR)
+
+
+@ranks(1)
+def test_trainer_is_audited_as_on_the_page() -> None:
+    import lightning.pytorch as pl
+
+    page = (ROOT / "docs" / "testing.md").read_text()
+    (block,) = re.findall(r"```py\n(def on_train_start.*?)```", page, re.DOTALL)
+    hooks: dict[str, Any] = {"distmp": distmp}
+    exec(block, hooks)
+    for second, expected in ((4, "gradient right"), (1, "microbatch_means")):
+        module = make_module(pl, sgd)
+        for name in ("on_train_start", "on_train_end"):
+            setattr(module, name, hooks[name].__get__(module))
+        trainer = make_trainer(pl, MixedPrecision("fp32", "cpu"), 2, accumulate_grad_batches=2)
+        trainer.fit(module, loader([batch(step, 0, (4, second)[step % 2]) for step in range(4)]))
+        assert module.audit.report.steps == 2
+        assert expected in str(module.audit.report)
 
 
 @ranks(2, timeout=120)

@@ -320,6 +320,34 @@ def _made(
     )
 
 
+@ranks(1)
+def test_loss_that_is_a_sum_is_reported(tmp_path: Path) -> None:
+    from distmp.integrations.transformers import Trainer
+
+    def warnings(loss: Callable[..., Tensor]) -> list[str]:
+        made = Trainer(
+            llama(),
+            arguments(tmp_path, max_steps=2),
+            train_dataset=Sentences(16),
+            compute_loss_func=loss,
+        )
+        with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+            made.train()
+        return [call.args[0] for call in warning.call_args_list]
+
+    def total(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return mean_of_microbatch(outputs, labels, reduction="sum")
+
+    def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return mean_of_microbatch(outputs, labels, reduction="none").sum()
+
+    for loss in (mean_of_microbatch, sum_over_items):
+        assert warnings(loss) == []
+    for loss in (total, summed):
+        (message,) = warnings(loss)
+        assert "return the mean of the microbatch" in message
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @ranks(1)

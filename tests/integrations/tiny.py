@@ -184,9 +184,11 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-def mean_of_microbatch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def mean_of_microbatch(
+    outputs: Any, labels: Tensor, num_items_in_batch: Any = None, reduction: str = "mean"
+) -> Tensor:
     """A loss function that ignores the number of items, as many do."""
-    return F.cross_entropy(outputs.logits.transpose(1, 2), labels)
+    return F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction=reduction)
 
 
 def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -68,8 +68,8 @@ def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> N
     [
         ("bf61", r"^precision\.policy = 'bf61': did you mean 'bf16'\?"),
         ("fp16-autocats", "did you mean 'fp16-autocast'"),
-        ("fp16-mixed", r"did you mean 'fp16-autocast'\?"),
-        ("16-true", r"did you mean 'fp16'\?"),
+        ("fp16-mixed", "use 'fp16-autocast', which trains FP32 weights$"),
+        ("16-true", "use 'fp16-autocast', which trains FP32 weights$"),
         ("int4x", "choose one of auto, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, "),
         ("", r"^precision\.policy = '': choose one of"),
         ("auto", r"^precision\.policy = 'auto': is resolved for a device by distmp\.resolve"),
@@ -99,11 +99,11 @@ def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> N
         (torch.bfloat16, r"^precision\.policy = torch\.bfloat16: use the name of a preset, a text"),
         (
             "bf16-mixed",
-            r"^precision\.policy = 'bf16-mixed': use 'bf16-autocast', which means the s",
+            r"^precision\.policy = 'bf16-mixed': use 'bf16-autocast', which trains",
         ),
-        ("16-mixed", "use 'fp16-autocast', which means the same$"),
-        ("32-true", "use 'fp32', which means the same$"),
-        ("bf16-mixed,reduce=bf16", "'bf16-mixed': use 'bf16-autocast', which means the same$"),
+        ("16-mixed", "use 'fp16-autocast', which trains FP32 weights$"),
+        ("32-true", "use 'fp32', which trains FP32 weights$"),
+        ("bf16-mixed,reduce=bf16", "'bf16-mixed': use 'bf16-autocast', which trains FP32 weights$"),
     ],
 )
 def test_invalid_policy_description_is_one_message(description: Any, message: str) -> None:

@@ -327,6 +327,42 @@ def test_clipping_by_the_scaler_of_distmp(fused: bool, momentum: float) -> None:
     assert kinds(report(divided, 100.0)) == ["microbatches_twice"]
 
 
+@pytest.mark.parametrize(
+    ("factor", "kind", "text"),
+    [
+        (2.0, "microbatches_never", "multiplied by the number of microbatches"),
+        (2.0**12, "loss_scale", "2 ** 12"),
+        (3.7, "", "multiplied by a constant: 3.7"),
+    ],
+)
+def test_clipping_does_not_hide_factors(factor: float, kind: str, text: str) -> None:
+    def too_large(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        token_mean(model, batches)
+        scripts.divide(model, 1 / factor)
+
+    report = audited(Labelled(), too_large, lambda model: clip_grad_norm_(model.parameters(), 0.01))
+    assert kinds(report) == ([kind] if kind else []), str(report)
+    assert report.exit_code == (1 if kind else 2)
+    assert text in str(report)
+    assert "right only after clipping" in str(report)
+
+
+def test_clipped_sums_have_wrong_weights() -> None:
+    """Means are expected, and weighted by other counts of labels."""
+
+    def sums(model: nn.Module, batches: list[dict[str, Tensor]], added: int) -> None:
+        for batch in batches:
+            labels = (batch["labels"] != -100).sum()
+            (model(**batch)["loss"] * labels * (labels + added)).backward()
+
+    def clip(model: nn.Module) -> None:
+        clip_grad_norm_(model.parameters(), 0.1)
+
+    for added in (0, 1):
+        report = audited(Labelled(), functools.partial(sums, added=added), clip)
+        assert kinds(report) == ["weighted"], str(report)
+
+
 def test_other_gradients_are_unexplained() -> None:
     def add_noise(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -460,6 +496,52 @@ def test_accelerate_divides_by_the_accumulation_steps(fresh_accelerator: Any) ->
                 prepared[1].zero_grad()
     assert audit.report.steps == 2
     assert kinds(audit.report) == ["microbatch_means"]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-autocast,keep_fp32=norm", "fp16-autocast"])
+def test_accelerate_with_distmp_is_audited(fresh_accelerator: Any, policy: str) -> None:
+    """Its casts of inputs and outputs do not apply to gradients in float64."""
+    from distmp.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(policy, cpu=True, gradient_accumulation_steps=2)
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with distmp.audit(model, optimizer) as audit:
+        for samples in (4, 1, 4, 1):
+            with accelerator.accumulate(model):
+                logits = model(torch.randn(samples, 8))
+                accelerator.backward(F.cross_entropy(logits, torch.arange(samples)))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert kinds(audit.report) == ["microbatch_means"], str(audit.report)
+    accelerator.end_training()
+
+
+def test_a_model_that_is_not_called_is_named() -> None:
+    """As a LightningModule whose training_step calls a part of it."""
+    model = nn.ModuleDict({"net": nn.Linear(8, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def report(audited_part: nn.Module) -> AuditReport:
+        with distmp.audit(audited_part, optimizer) as audit:
+            optimizer.zero_grad()
+            F.cross_entropy(model["net"](torch.randn(2, 8)), torch.arange(2)).backward()
+            optimizer.step()
+        return audit.report
+
+    assert report(model["net"]).exit_code == 0
+    (text,) = report(model).undecided
+    assert "it was not called; pass the part of the model that is" in text
+
+
+def test_steps_that_are_all_skipped_are_not_decided() -> None:
+    model = Labelled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with distmp.audit(model, optimizer) as audit:
+        (scaler.scale(model(**microbatches(0)[0])["loss"]) * 2.0**20).backward()
+        scaler.step(optimizer)
+    assert audit.report.undecided[0].startswith("optimizer: has skipped all 1 steps")
 
 
 def test_what_is_not_seen_is_not_decided() -> None:
