@@ -272,7 +272,7 @@ def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 def is_prepared(module: nn.Module) -> bool:
     """Return whether a policy was applied to a module, or to the module that it is a copy of."""
-    return any(isinstance(hook, _OutputCast) for hook in module._forward_hooks.values())
+    return any(isinstance(hook, OutputCast) for hook in module._forward_hooks.values())
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
