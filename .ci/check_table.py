@@ -1,4 +1,4 @@
-"""Writes the table of checks with a setting into docs/checks.md: `python .ci/check_table.py`.
+"""Writes the list of checks with a setting into docs/checks.md: `python .ci/check_table.py`.
 
 Defaults and descriptions are those of the code.
 """
@@ -33,16 +33,16 @@ def main() -> int:
 
 
 def with_table(page: str) -> str:
-    """Return a page with the table between its marks written again."""
-    found = fields()
-    rows = ["| setting, default | effect | when | cost | disabled by |", "|" + 5 * "---|"]
+    """Return a page with the list between its marks written again."""
+    found, rows = fields(), []
     for (owner, name), (when, cost, off) in CHECKS.items():
         default, text = found[owner, name]
         setting = f"Engine({name}=...)" if owner == ENGINE else SECTIONS.get(owner, "") + name
-        rows.append(f"| `{setting}`, {default} | {text} | {when} | {cost} | {off} |")
+        details = f"When: {when}. Cost: {cost}. Off: {off}."
+        rows.append(f"- `{setting}`, default {default}: {text} {details}")
     marks = ("<!-- checks -->", "<!-- end of checks -->")
-    table = "\n".join([marks[0], *rows, marks[1]])
-    return re.sub(".*?".join(marks), lambda _: table, page, flags=re.DOTALL)
+    written = "\n".join([marks[0], *rows, marks[1]])
+    return re.sub(".*?".join(marks), lambda _: written, page, flags=re.DOTALL)
 
 
 def fields() -> dict[tuple[str, str], tuple[str, str]]:

@@ -1,10 +1,12 @@
 """Writes the notebooks of docs/labs/ from the scripts of examples/labs/: `make notebooks`.
 
-Notebooks have no outputs; `make docs` executes them.
+Notebooks have no outputs; `make docs` executes them. The comment above a figure is the alternative
+text of its picture.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +35,9 @@ def notebook(script: Path) -> str:
     found.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     for number, cell in enumerate(found.cells):
         cell.id = f"cell-{number}"  # jupytext's are random
+        for comment in re.findall(r"((?:^# .*\n)+)figure, ", cell.source, re.MULTILINE):
+            alt = " ".join(comment.replace("# ", "").split())
+            cell.metadata["mystnb"] = {"image": {"alt": alt}}
     return f"{nbformat.writes(found)}\n"
 
 

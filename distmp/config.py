@@ -25,6 +25,7 @@ from distmp.parallel.settings import (
     Compilation,
     ParallelConfig,
     ShardingConfig,
+    nearest_strategy,
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
@@ -454,7 +455,7 @@ class RunConfig:
 
     def _check_strategy(self) -> None:
         known = self.strategy in STRATEGIES
-        require(known, "strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        require(known, "strategy", self.strategy, nearest_strategy(self.strategy))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
         require(

@@ -18,6 +18,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 templates_path: list[str] = []
 html_theme = "furo"
 html_title = "distmp"
+html_static_path = ["_static"]
+html_css_files = ["distmp.css"]
+html_show_copyright = False
 
 # Headings are link targets, as on GitHub: `precision.md#presets`.
 myst_heading_anchors = 3
@@ -27,7 +30,7 @@ myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_merge_streams = True
 
 # Docstrings write code in single backquotes.

@@ -24,10 +24,10 @@ MOVED = (
     "does not step; change a model before you build the engine"
 )
 WRITTEN = (
-    "was written to (for example by model.load_state_dict, param.data.mul_(), in forward or in a "
-    "hook), but its value is copied from the optimizer's FP32 master weight; write to a model "
-    "before you build the engine, use engine.load_state_dict, or change engine.weights() between "
-    "steps and call engine.publish_weights()"
+    "was written to (for example by another optimizer's step(), model.load_state_dict, "
+    "param.data.mul_(), in forward or in a hook), but its value is copied from the optimizer's "
+    "FP32 master weight; write to a model before you build the engine, use engine.load_state_dict, "
+    "or change engine.weights() between steps and call engine.publish_weights()"
 )
 UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "

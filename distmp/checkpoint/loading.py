@@ -74,6 +74,8 @@ def read_index(path: Path, files: dict[str, FileSum]) -> Metadata:
         for name, tensor in index.state_dict_metadata.items():
             if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
                 raise CheckpointError(f"{name!r} is not a tensor")
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                raise CheckpointError(f"{name!r} has the dtype {tensor.properties.dtype!r}")
             parts = {  # without empty ones, of ranks that hold none of the tensor
                 tuple(part.offsets): math.prod(part.sizes)
                 for part in tensor.chunks

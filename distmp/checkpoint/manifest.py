@@ -224,6 +224,8 @@ def _decode(state: dict[str, Any]) -> State:
     }
     health = Health(state.get("unhealthy"), state.get("skipped_in_a_row", 0))
     step = check_number("its step", state["step"])
+    if not isinstance(state["numbers"], dict):
+        raise CheckpointError(f"its numbers are a {type(state['numbers']).__name__}")
     return State(step, state["numbers"], files, written, health, state.get("best"))
 
 

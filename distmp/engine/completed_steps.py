@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from distmp.engine.low_precision_matmuls import MatmulStatistics
 from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice, describe_spike
 from distmp.engine.parts import EngineParts
-from distmp.errors import listed
+from distmp.errors import TrainingError, listed
 from distmp.quantization.layers import LowPrecisionLayers
 
 logger = logging.getLogger("distmp")
@@ -110,6 +110,7 @@ class CompletedSteps:
             scale_is_dynamic=parts.state.loss_scale.floor is not None,
             explains=parts.setup.config.attribution,
         )
+        self._most_skips = parts.setup.config.max_consecutive_skips
         checks = parts.setup.config.first_step_checks
         self._modes = parts.modes if checks else None
         # Low-precision layers, until it is known which of them are called.
@@ -124,6 +125,7 @@ class CompletedSteps:
 
         Raises:
             ConfigError: If ranks took the step with different settings.
+            TrainingError: If too many steps in a row were skipped, and the caller does not check.
         """
         if self._modes is not None and (of_modes := self._modes.warning()):
             yield of_modes
@@ -138,12 +140,33 @@ class CompletedSteps:
             return
         if completed.read("spike") and not completed.read("skipped"):
             yield str(self._skips.message(completed))
-        if completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
+        in_a_row = completed.read("skipped_in_a_row")
+        if in_a_row >= self._most_skips:
+            self.check_can_continue(completed)
+        if in_a_row == WARN_AFTER_SKIPS:
             cause = self._explain(completed) or advice(completed.numbers)
             yield (
                 f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; "
-                "call engine.check(outcome) after each step to end training if this continues"
+                f"engine.step raises an error after max_consecutive_skips = {self._most_skips}"
             )
+
+    def check_can_continue(self, outcome: StepOutcome) -> None:
+        """Raise if training cannot continue after a step; every rank has to call it.
+
+        Raises:
+            TrainingError: If the loss scale is at its lower limit, or too many steps in a row were
+                skipped.
+        """
+        numbers, limit = outcome.numbers, self._most_skips
+        if numbers.scale_exhausted:
+            scale = f"{numbers.loss_scale:g}"
+            problem = f"min_scale = {scale}: overflow at the lowest loss scale that is allowed"
+        elif numbers.skipped_in_a_row >= limit:
+            reason = "were skipped as spikes" if numbers.spike else "had no finite update"
+            problem = f"max_consecutive_skips = {limit}: that many steps in a row {reason}"
+        else:
+            return
+        raise TrainingError(f"{problem}; {self._explain(outcome) or advice(numbers)}")
 
     def _of_calls(self, statistics: MatmulStatistics | None) -> Iterator[str]:
         """Warn once about low-precision layers that no rank called in the first step."""

@@ -19,9 +19,9 @@ from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
-from distmp.engine.likely_mistakes import EvaluationMode, FirstStep
+from distmp.engine.likely_mistakes import EvaluationMode, FirstStep, OtherOptimizer
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
-from distmp.engine.outcome import StepOutcome, advice
+from distmp.engine.outcome import StepOutcome
 from distmp.engine.parts import EngineCalls, EngineParts
 from distmp.engine.replays import Replays
 from distmp.engine.setup import LossFunction, set_up
@@ -122,6 +122,9 @@ class Engine:
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._first_step = FirstStep(setup)
+        # Several, because another optimizer may accumulate gradients.
+        watched = 16 * config.first_step_checks
+        self._other_optimizer = OtherOptimizer(setup.updates.tensors.versions, watched)
         if config.first_step_checks:
             setup.strategy.watch_copies()
         self.batches = LatestBatches(
@@ -252,6 +255,8 @@ class Engine:
         Raises:
             ConfigError: If `microbatches` are not batches or not as many as announced, or the loss
                 function does not return a loss sum and a weight.
+            TrainingError: If `check` is never called: after `max_consecutive_skips` skipped steps
+                in a row, or one step later.
             SetupError: Before the first step, if another rank raises one of these errors.
             LostPeerError: If another rank has ended.
         """
@@ -264,6 +269,7 @@ class Engine:
             if first_step is not None:
                 first_step.before(batches[0])
             self._calls.count_step(microbatches)
+            warned = self._other_optimizer.before_step()
             try:
                 outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
             except BaseException:
@@ -272,7 +278,8 @@ class Engine:
                     self._setup.buffers.end_failed_step()
                 raise
             self._replays.keep(outcome, batches, stats)
-            warned = [] if first_step is None else first_step.after()
+            warned += [] if first_step is None else first_step.after()
+            self._other_optimizer.accept_writes()
         warned += self._completed.warnings(outcome)
         if self.world.rank == 0:
             for warning in warned:  # independent of logging
@@ -343,19 +350,7 @@ class Engine:
         self._completed.check_ranks_agree(outcome)
         if log:
             self._completed.log_skip(outcome)
-        numbers = outcome.numbers
-        limit = self.config.max_consecutive_skips
-        if not (numbers.skipped_in_a_row >= limit or numbers.scale_exhausted):
-            return
-        if numbers.scale_exhausted:
-            problem = (
-                f"min_scale = {numbers.loss_scale:g}: overflow at the lowest "
-                "loss scale that is allowed"
-            )
-        else:
-            reason = "were skipped as spikes" if numbers.spike else "had no finite update"
-            problem = f"max_consecutive_skips = {limit}: that many steps in a row {reason}"
-        raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
+        self._completed.check_can_continue(outcome)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Any]) -> float:
@@ -462,6 +457,7 @@ class Engine:
         a broadcast, if the values are the same on all ranks now.
         """
         self._strategy.publish_weights()
+        self._other_optimizer.accept_writes()
         if self.world.world_size > 1 and not self._setup.is_sharded:
             with self._calls.call("publish_weights"):
                 self._parts.accept_equal_writes()

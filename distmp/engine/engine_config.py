@@ -44,7 +44,8 @@ class EngineConfig(AccumulationSettings):
     """Rules of the loss scale, for policies that have one; None uses the policy's defaults."""
 
     max_consecutive_skips: int = 50
-    """Number of skipped steps in a row after which `Engine.check` raises."""
+    """Number of skipped steps in a row after which `Engine.check` raises, or `Engine.step` if a
+    loop has no `check`."""
 
     attribution: bool = True
     """Keep the microbatches of the last two steps, so that `Engine.explain` can replay a step that
@@ -65,7 +66,8 @@ class EngineConfig(AccumulationSettings):
     first_step_checks: bool = True
     """Check the first step for likely mistakes: a loss that is a mean or depends on parameters
     outside of the model, the same data or different weights on ranks, training in evaluation mode;
-    and the first four for writes through `.data` to 16-bit parameters."""
+    the first 16 for a second optimizer; and the first four for writes through `.data` to 16-bit
+    parameters."""
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy
@@ -102,6 +104,14 @@ class EngineSettings(TypedDict, total=False):
     first_step_checks: bool
 
 
+# What to use in place of the arguments of other libraries.
+_INSTEAD_OF = {
+    **dict.fromkeys(("clip_grad_norm", "gradient_clip_val", "gradient_clipping"), "use max_norm"),
+    **dict.fromkeys(("mixed_precision", "precision"), "use policy, such as 'bf16-autocast'"),
+    "gradient_accumulation_steps": "pass the microbatches of a step: engine.step([batch, batch])",
+}
+
+
 def with_settings(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:
     """Return a configuration with some settings replaced.
 
@@ -111,7 +121,7 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     """
     names = [field.name for field in fields(EngineConfig)]
     if unknown := [name for name in settings if name not in names]:
-        advice = nearest(unknown[0], names)
+        advice = _INSTEAD_OF.get(unknown[0]) or nearest(unknown[0], names)
         raise TypeError(f"Engine() got an unexpected keyword argument {unknown[0]!r}: {advice}")
     if not isinstance(config, EngineConfig | None):
         name = type(config).__name__

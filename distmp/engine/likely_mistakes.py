@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +94,38 @@ class FirstStep:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._world.group)
         largest, smallest = numbers.tolist()
         return bool(largest == -smallest)
+
+
+TRAINED_TWICE = (
+    "weights were written to before several of the first steps, as by another optimizer's step(), "
+    "which trains them twice: remove it and its zero_grad(), which engine.step replaces; "
+    "after other changes between steps, call engine.publish_weights()"
+)
+
+
+class OtherOptimizer:
+    """Finds an optimizer that steps the weights, too, between steps of the engine.
+
+    Args:
+        versions: Returns how often weights were written to, by any code.
+        steps: Number of steps that are watched.
+    """
+
+    def __init__(self, versions: Callable[[], int], steps: int) -> None:
+        self._versions, self._left, self._writes = versions, steps, 0
+        self._version: int | None = None
+
+    def accept_writes(self) -> None:
+        """Accept the current weights, after a step and after writes that are intended."""
+        self._version = self._versions() if self._left else None
+
+    def before_step(self) -> list[str]:
+        """Return a warning if other code has written to the weights before three steps."""
+        if self._version is None:
+            return []
+        is_written = self._versions() != self._version
+        self._left, self._writes = self._left - 1, self._writes + is_written
+        return [TRAINED_TWICE] if is_written and self._writes == 3 else []
 
 
 class EvaluationMode:

@@ -146,7 +146,7 @@ def forward(
     strategy = setup.strategy
     with (
         autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
-        explain_graph_errors(),
+        explain_graph_errors(setup.policy),
     ):
         strategy.used.computing_loss = True
         try:

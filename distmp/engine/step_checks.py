@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.errors import ConfigError, require
 from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
+from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.imports import check_arguments
 
@@ -37,7 +39,8 @@ LOADER_ADVICE = (
 )
 ITERABLE_ADVICE = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_ADVICE = (
-    "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
+    "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight): "
+    "Engine(model, loss, optimizer)"
 )
 
 FREED = (
@@ -48,6 +51,12 @@ RESHARDED = (
     "FSDP frees the gathered parameters at the end of the first backward or torch.autograd.grad "
     "through them, so a gradient penalty cannot run a second one; compute derivatives by inputs "
     "with torch.func.jvp, or use the strategy 'ddp'"
+)
+# What torch says about linear layers, and about convolutions.
+_DTYPES_DIFFER = re.compile(r"have the same dtype|type \(.*\) should be the same")
+MIXED_DTYPES = (
+    "parameters have 16 bits, so create tensors in forward in the dtype of an input "
+    "(dtype=x.dtype), keep their module in FP32 (keep_fp32=...), or use an autocast policy"
 )
 
 
@@ -184,13 +193,16 @@ def check_weight(weight: float) -> None:
 
 
 @contextmanager
-def explain_graph_errors() -> Iterator[None]:
-    """Explain errors of a graph with sharded parameters, or of one that was freed.
+def explain_graph_errors(policy: PrecisionPolicy | None = None) -> Iterator[None]:
+    """Explain errors of a graph with sharded parameters, or freed ones, and of mixed dtypes.
+
+    Args:
+        policy: The policy of a forward.
 
     Raises:
-        ConfigError: In place of a RuntimeError for a parameter that FSDP has not gathered, and for
-            a graph that another backward has freed, or that needs parameters which FSDP has freed
-            since the forward.
+        ConfigError: In place of a RuntimeError for a parameter that FSDP has not gathered, for a
+            graph that another backward has freed, or that needs parameters which FSDP has freed
+            since the forward, and for an FP32 tensor that meets 16-bit parameters.
     """
     try:
         yield
@@ -201,6 +213,9 @@ def explain_graph_errors() -> Iterator[None]:
             raise ConfigError("loss", "graph without its parameters", RESHARDED) from error
         if "through the graph a second time" in str(error):
             raise ConfigError("loss", "Tensor of a graph that is freed", FREED) from error
+        if policy is not None and policy.casts_parameters and _DTYPES_DIFFER.search(str(error)):
+            problem = f"{str(error).splitlines()[0]}; {MIXED_DTYPES}"
+            raise ConfigError("precision.policy", policy.name, problem) from error
         raise
 
 

@@ -80,6 +80,8 @@ class LatestBatches:
         frame = [one for one in frames if "/torch/" not in one.filename][-1]
         steps = [*self._steps] if on_gpu else [*self._steps][-1:]
         rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        numbers = listed([*map(str, sorted(rows))])
+        known = f"; the embeddings of the model have {numbers} rows" if rows else ""
         place = (
             f"it was raised in {frame.filename}:{frame.lineno}"
             if is_exact
@@ -89,8 +91,8 @@ class LatestBatches:
             [
                 f"an index is out of range on rank {self._rank} in "
                 f"{' or '.join(name for name, _ in steps)}: {str(error).splitlines()[0]}",
-                "compare labels and token ids with the vocabulary; the embeddings of the model "
-                f"have {listed([*map(str, sorted(rows))])} rows; labels that do not count are -100",
+                f"compare labels and token ids with the vocabulary or the classes{known}; labels "
+                "that do not count are -100",
                 *(f"{name}: {_ranges(batches)}" for name, batches in steps),
                 place,
             ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +15,8 @@ from distmp.errors import ConfigError, require
 from distmp.utils.host_copy import numbers_to_device
 from distmp.utils.imports import check_arguments
 
+# FP32, the dtype of rates on a device.
+_LARGEST = torch.finfo(torch.float32).max
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
 
@@ -177,6 +178,8 @@ class LearningRates:
     ) -> None:
         """Build the schedule on a placeholder optimizer with the rates of the groups."""
         rates = [float(group["lr"]) for group in self._groups]
+        for index, rate in enumerate(rates):
+            _check_rate(index, rate)
         if self._on_device:
             for group, rate in zip(self._groups, rates, strict=True):
                 group["lr"] = _as_tensor(rate, self._device)
@@ -266,12 +269,12 @@ class LearningRates:
 
     def _check_row(self, update: int) -> None:
         for rate in self._rows[update]:
-            if not -ROUNDING <= rate < math.inf:
+            if not -ROUNDING <= rate <= _LARGEST:
                 raise ConfigError(
                     "schedule",
                     type(self._schedule).__name__,
-                    f"gives the learning rate {rate:g} for update {update + 1}; it must be a finite"
-                    " number of 0 or more in every update of the run",
+                    f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or "
+                    "more, in the range of FP32, in every update of the run",
                 )
 
     def _extend(self, rows: int) -> None:
@@ -314,8 +317,8 @@ def _check_rate(index: int, rate: Any) -> None:
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-    name, hint = f"optimizer.param_groups[{index}]['lr']", "use a finite number of 0 or more"
-    require(is_number and 0 <= rate < math.inf, name, rate, hint)
+    name = f"optimizer.param_groups[{index}]['lr']"
+    require(is_number and 0 <= rate <= _LARGEST, name, rate, "use 0 or more, in the range of FP32")
 
 
 def _version(rate: Any) -> int:

@@ -123,19 +123,20 @@ class OptimizerTensors:
 
     def forget_writes(self) -> None:
         """Count `writes` from 0 on."""
-        self._writes, self._version = 0, self._versions()
+        self._writes, self._version = 0, self.versions()
 
     def writes(self) -> int:
         """Return how often weights were written to in place, except by the optimizer.
 
         Publishing writes to copies, too, equally often on every rank.
         """
-        version = self._versions()
+        version = self.versions()
         self._writes += version - self._version
         self._version = version
         return self._writes
 
-    def _versions(self) -> int:
+    def versions(self) -> int:
+        """Return how often weights were written to in place, by any code."""
         return sum(version_counters(self._weights))
 
     def step_in_place(self) -> None:
@@ -191,7 +192,7 @@ class OptimizerTensors:
         return [*rounded, *map(id, map(attrgetter("grad"), self._unread))]
 
     def _end_step(self, *_: object) -> None:
-        self._version = self._versions()
+        self._version = self.versions()
         if self._gradient_ids() != self._gradients:
             raise TrainingError(
                 "a step pre-hook of the optimizer has changed .grad of model.parameters(), where "

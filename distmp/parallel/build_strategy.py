@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import ConfigError, require
 from distmp.parallel import settings
 from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
@@ -25,7 +25,7 @@ def resolve_strategy(name: str, world: World) -> str:
     """
     error = partial(ConfigError, "strategy", name)
     if name not in settings.STRATEGIES:
-        raise error(nearest(name, settings.STRATEGIES))
+        raise error(settings.nearest_strategy(name))
     if name == "auto":
         return "ddp" if world.world_size > 1 else "single"
     if name == "single" and world.world_size > 1:

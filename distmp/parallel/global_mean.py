@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distmp.distributed.comparison import Fingerprint
 from distmp.errors import ConfigError, listed, require
 from distmp.parallel import fsdp_internals
 from distmp.parallel.fsdp_internals import GradientReduction
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
+from distmp.utils.tensor_trees import version_counters
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -170,10 +173,11 @@ def global_mean(
     different samples. That includes the ranks of a context-parallel dimension that the wrapper
     reduces over, and counts tensor-parallel ranks once.
 
-    Every rank calls it for every microbatch, also for one without tokens (weight 0). A call takes
-    one all-reduce of two numbers per dimension of the data-parallel mesh; the host does not wait
-    for the device. Do not divide the loss again, neither by the number of ranks nor by that of
-    microbatches. A loss scale may multiply it.
+    Every rank calls it equally often in a step: a rank with fewer microbatches also for some whose
+    loss sum is 0, one without tokens with weight 0. A call takes one all-reduce of four numbers per
+    dimension of the data-parallel mesh; the host does not wait for the device. Do not divide the
+    loss again, neither by the number of ranks nor by that of microbatches. A loss scale may
+    multiply it.
 
     Args:
         loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
@@ -183,13 +187,14 @@ def global_mean(
             0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
             `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
-        microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
+        microbatches: Number of microbatches of the step on each rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.
         divisor: Divisor of the sum of gradients over ranks, if the module does not determine it.
 
     A loss that autograd has computed as a mean, such as that of `cross_entropy` or of a model of
-    transformers, causes a warning: its gradient would be divided by the weight twice.
+    transformers, causes a warning: its gradient would be divided by the weight twice. So does a
+    weight on the host that is another one than in the first microbatch of the step.
 
     Returns:
         The loss for `backward`, 0-dim, in the dtype of `loss_sum`. Its value is the same on all
@@ -199,8 +204,9 @@ def global_mean(
 
     Raises:
         ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
-            module that accumulates although `microbatches` is 1, a module of which it is unknown
-            how its gradients are reduced, and parts of a module that are reduced differently.
+            module that accumulates although `microbatches` is 1, numbers of microbatches that
+            differ between ranks (on CPUs), a module of which it is unknown how its gradients are
+            reduced, and parts of a module that are reduced differently.
 
     Example:
         >>> import torch, distmp
@@ -216,6 +222,7 @@ def global_mean(
     _check_tensors(loss_sum, weight)
     _check_reduction(module, microbatches, group, divisor)
     warn_about_mean("global_mean", loss_sum, weight, microbatches)
+    _warn_about_parts(module, weight, microbatches)
     found = [*gradient_reductions(module)]
     if microbatches == 1 and any(reduction.accumulates for reduction in found):
         raise ConfigError(
@@ -226,9 +233,15 @@ def global_mean(
         )
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
-    sums = pack(_valid(weight, loss_sum.device), loss_sum.detach().sum(), device=loss_sum.device)
+    counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
+    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum())
+    sums = pack(*numbers, *counts.terms, device=loss_sum.device)
     for each in groups:
         dist.all_reduce(sums, group=each)
+    # Otherwise, this all-reduce would soon meet one of gradients. On a GPU, the host would wait.
+    if sums.device.type == "cpu" and counts.differs(sums[2:]):
+        problem = "differs between ranks; give ranks with fewer some whose loss sum is 0"
+        raise ConfigError("microbatches", microbatches, problem)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
     loss: Tensor = MeanLoss.apply(loss_sum, value, inverse * divided_by)
@@ -267,13 +280,12 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
     dtype = _summed_in(loss_sum)
-    if dtype.itemsize < 4:
-        problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
-        raise ConfigError("loss_sum", dtype, problem)
+    problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
+    require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
     if isinstance(weight, Tensor):
-        if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
-            problem = "must have one real element and require no gradient; sum it and detach it"
-            raise ConfigError("weight", tuple(weight.shape), problem)
+        is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
+        problem = "must have one real element and require no gradient; sum it and detach it"
+        require(is_plain, "weight", tuple(weight.shape), problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
     elif not 0 <= weight < math.inf:
@@ -301,8 +313,7 @@ def warn_about_mean(
         weight: The weight of the microbatches.
         microbatches: Number of microbatches. The mean of one sample is its sum.
     """
-    # The host does not wait for a weight on a device.
-    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight)):
+    if _is_on_device(weight):
         return
     if float(weight) > microbatches and is_mean(loss, float(weight), microbatches):
         warnings.warn(
@@ -311,6 +322,33 @@ def warn_about_mean(
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+# Versions of the parameters of a module in its latest step, and weights of the first microbatch.
+_first_weights: WeakKeyDictionary[nn.Module, tuple[list[int], set[float]]] = WeakKeyDictionary()
+
+
+def _warn_about_parts(module: nn.Module, weight: Tensor | float, microbatches: int) -> None:
+    """Warn about weights that differ between the microbatches of a step.
+
+    Losses may have a weight each, but all of them occur before a parameter has a gradient.
+    """
+    if microbatches == 1 or not torch.is_grad_enabled() or _is_on_device(weight):
+        return
+    parameters, weight = [*module.parameters()], float(weight)
+    versions = version_counters(parameters)
+    known, weights = _first_weights.get(module, ([], {weight}))
+    if versions != known:  # the optimizer has stepped
+        weights = {weight}
+    elif weight not in weights and any(parameter.grad is not None for parameter in parameters):
+        problem = "differs from the first microbatch of this step; pass that of all microbatches"
+        warnings.warn(f"weight = {weight:g}: {problem}", RuntimeWarning, stacklevel=3)
+    _first_weights[module] = versions, weights | {weight}
+
+
+def _is_on_device(weight: Tensor | float) -> bool:
+    """Return whether the host would wait for a weight."""
+    return isinstance(weight, Tensor) and (weight.device.type != "cpu" or is_dtensor(weight))
 
 
 def is_mean(

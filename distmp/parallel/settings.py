@@ -19,6 +19,13 @@ OnNonfinite = Literal["skip_step", "drop_microbatch"]
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp")
 SHARDED_STRATEGIES = ("fsdp", "hsdp")
+# The strategies that do what FSDP1 and DeepSpeed call this.
+_SIMILAR = dict.fromkeys(("full_shard", "shard_grad_op", "zero2", "zero3"), "fsdp")
+
+
+def nearest_strategy(name: str) -> str:
+    """Return which strategy was probably meant by an unknown name, or the list of them."""
+    return nearest(_SIMILAR.get(name, name), STRATEGIES)
 
 
 @dataclass(frozen=True)

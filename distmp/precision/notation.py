@@ -38,6 +38,8 @@ LIGHTNING_POLICIES = {
     "bf16-mixed": "bf16-autocast",
     "32-true": "fp32",
 }
+# The policies to use in place of others of other libraries.
+_SIMILAR = {"16-true": "fp16-autocast", "bf16-true": "bf16-autocast", "no": "fp32"}
 
 
 def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
@@ -145,7 +147,7 @@ def _preset(name: Any) -> PrecisionPolicy:
     require(name != "auto", SETTING, name, problem)
     if not isinstance(name, str) or name not in PRESETS:
         word = str(name).removeprefix("fp")
-        known = {**LIGHTNING_POLICIES, "16-true": "fp16-autocast", "bf16-true": "bf16-autocast"}
+        known = {**LIGHTNING_POLICIES, **_SIMILAR}
         advice = f"use {known[word]!r}, which trains FP32 weights" if word in known else None
         raise ConfigError(SETTING, name, advice or nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
@@ -241,11 +243,9 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
 
 
 def _as_device(device: torch.device | str) -> torch.device:
-    try:
+    with contextlib.suppress(RuntimeError):
         if isinstance(device, torch.device | str):
             return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'") from error
     raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'")
 
 

@@ -281,11 +281,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return self._clip_at_once(members, max_norm)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
-        if any(
-            self._per_optimizer_states[id(member)]["stage"] is not OptState.READY
-            for member in members
-        ):
-            raise RuntimeError("call clip_grad_norm_() instead of unscale_(), and before step().")
+        stages = {self._per_optimizer_states[id(member)]["stage"] for member in members}
+        if OptState.STEPPED in stages:
+            raise RuntimeError("clip_grad_norm_() after step(): call scaler.update() after step().")
+        if OptState.UNSCALED in stages:
+            raise RuntimeError("call clip_grad_norm_() instead of unscale_().")
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = clip_coefficient(norm, max_norm)

@@ -348,6 +348,8 @@ def audit(
         >>> audit.report.mismatches[0][0]
         'microbatch_means'
     """
+    problem = "is not a torch.nn.Module; of an engine, pass engine.module and engine.optimizer"
+    require(isinstance(model, nn.Module), "model", type(model).__name__, problem)
     problem = "pass one optimizer of torch; audit each of several in a context of its own"
     if optimizer is None:
         problem = "pass one; call trainer.create_optimizer() before, with a Trainer of Transformers"

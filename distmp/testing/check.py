@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from distmp.distributed.failing_together import Ranks
-from distmp.errors import require
+from distmp.errors import ConfigError, require
 from distmp.testing import classify, gradients, recording
 from distmp.testing.reference import LossSum, Reference
 
@@ -94,7 +94,7 @@ def check_gradient(
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
         each = len(parts) // ranks.world_size
         own = parts[ranks.rank * each :][:each]
-        step = _recorded(train_step, model, [*map(collate or default_collate, own)])
+        step = _recorded(train_step, model, [*map(collate or _stacked, own)])
         step.former, step.max_norm = other.mean(step) if other else {}, max_norm
         results.append(wanted.compared(name, step, extra, exact=True))
     problem = "there is nothing to compare: pass others, with labels"
@@ -102,6 +102,14 @@ def check_gradient(
     if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
         lines = [f"- {each.kind}: {each}" for each in found]
         raise classify.GradientError("\n".join(["the gradient is wrong:", *lines]), found)
+
+
+def _stacked(samples: list[Any]) -> Any:
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        problem = f"cannot be stacked ({error}); pad them, or pass collate="
+        raise ConfigError("samples", f"list of {len(samples)}", problem) from error
 
 
 def _recorded(train_step: TrainStep, model: nn.Module, batches: Sequence[Any]) -> recording.Step:

@@ -57,6 +57,8 @@ def unseen(model: nn.Module, optimizer: Any) -> str | None:
         return "shards of FSDP1 cannot be read here; use check_gradient"
     held = held_parameters(model, optimizer)
     hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
+    if hooked and held.isdisjoint(model.parameters()):
+        return "the optimizer has other tensors; audit an engine with the policy fp32 or autocast"
     if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         return "optimizers run inside of backward; audit the model with one optimizer"
     return None

@@ -317,8 +317,6 @@ def stored_progress(checkpoint: StoredCheckpoint) -> Progress:
     """
     numbers = checkpoint.numbers
     try:
-        if not isinstance(numbers, dict):
-            raise CheckpointError(f"they are a {type(numbers).__name__}")
         for name in ("configuration", "data", "ranks", "versions", "callbacks"):
             if not isinstance(numbers.get(name, {}), dict):
                 raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")

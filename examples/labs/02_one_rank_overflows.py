@@ -62,9 +62,10 @@ class Mixture(nn.Module):
 # %% [markdown]
 # ## The training loop
 #
-# This is the usual loop with a scaler. In step 10, the targets of rank 1 are outliers. The gradient
+# This is the usual loop with a scaler. In step 10, the targets of rank 1 are outliers: the gradient
 # of its expert, times the loss scale, is larger than the largest float16 number, 65504. All other
-# gradients stay finite.
+# gradients stay finite. The outliers only cause an overflow in this lab; in a run, any overflow of
+# an expert has this effect.
 
 # %%
 STEPS, BAD_STEP = 30, 10
@@ -108,24 +109,26 @@ for name in ("torch", "distmp"):
     first, second = (torch.tensor(rank[1]) for rank in ranks)
     differences[name] = (first - second).abs().amax(dim=1)
     print(
-        f"{name}: loss scales {scales[name][0][-1]:.0f} and {scales[name][1][-1]:.0f}, "
-        f"largest difference of the shared weights {differences[name][-1]:.2g}, "
+        f"{name}: loss scales {scales[name][0][-1]:.0f} and {scales[name][1][-1]:.0f},\n"
+        f"  largest difference of the shared weights {differences[name][-1]:.2g}, "
         f"{differences[name][-1] / first[-1].abs().max():.1%} of the largest weight"
     )
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+# With torch, the loss scale of rank 1 halves in step 10 and that of rank 0 does not; from then on,
+# their shared weights differ. With distmp, both scales halve, and the difference stays 0.
+figure, (upper, lower) = plt.subplots(2, figsize=(7, 6), layout="constrained")
 steps = range(1, STEPS + 1)
 for name, style in (("torch", {"linewidth": 4, "alpha": 0.5}), ("distmp", {"linestyle": "--"})):
     for rank in range(2):
-        left.plot(steps, scales[name][rank], label=f"{name}, rank {rank}", **style)
-    right.plot(steps, differences[name], label=name, **style)
-left.set(title="loss scale", xlabel="step", yscale="log")
-left.set_yticks([2**15, 2**16], ["2^15", "2^16"], minor=False)
-left.minorticks_off()
-right.set(title="largest difference of the shared weights", xlabel="step")
-left.legend(fontsize="small")
-right.legend(fontsize="small")
+        upper.plot(steps, scales[name][rank], label=f"{name}, rank {rank}", **style)
+    lower.plot(steps, differences[name], label=name, **style)
+upper.set(title="loss scale", xlabel="step", yscale="log")
+upper.set_yticks([2**15, 2**16], ["2^15", "2^16"], minor=False)
+upper.minorticks_off()
+lower.set(title="largest difference of the shared weights", xlabel="step")
+upper.legend(fontsize="small")
+lower.legend(fontsize="small")
 figure.savefig("one_rank_overflows.png")
 
 # %% [markdown]
@@ -136,6 +139,9 @@ figure.savefig("one_rank_overflows.png")
 # averaged. So rank 1 skips the step, and rank 0 applies it. From then on, the ranks have different
 # "shared" weights and different loss scales, and DDP averages gradients that do not belong
 # together. No error is raised.
+#
+# Try it: remove the line with `_ddp_params_and_buffers_to_ignore`. DDP then averages the gradients
+# of the expert, too, and both scalers agree.
 #
 # Experts are one cause. Under FSDP2 with several meshes, torch's scaler sums its flag only over the
 # mesh of the first gradient, with the same effect.

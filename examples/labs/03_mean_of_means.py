@@ -25,10 +25,10 @@ import distmp
 torch.set_num_threads(1)  # forked processes cannot use the threads of this one
 
 
-def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return the results of a function on two ranks. They are processes over gloo."""
+def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return the results of a function on some ranks. They are processes over gloo."""
     config = LaunchConfig(
-        *(1, 1, 2),  # one machine with two processes
+        *(1, 1, count),  # one machine with this number of processes
         run_id="lab",
         max_restarts=0,
         start_method="fork",
@@ -37,19 +37,22 @@ def on_two_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
         local_addr="localhost",
     )
     results = elastic_launch(config, function)(*args)
-    return [results[0], results[1]]
+    return [results[rank] for rank in range(count)]
 
 
 # %% [markdown]
 # ## Two ranks with two microbatches each
 #
 # Each list has the numbers of tokens of the microbatches of one rank. Change them: with equal
-# numbers, the error is zero up to rounding. A token is a character of the text.
+# numbers, the error is zero up to rounding. Each list more is a rank more. All ranks need the same
+# number of microbatches; give a rank with fewer some of 0 tokens. A token is a character of the
+# text.
 
 # %%
 TOKENS = [[60, 12], [48, 20]]
 TEXT = """Four score and seven years ago our fathers brought forth on this continent, a new
 nation, conceived in Liberty, and dedicated to the proposition that all men are created equal."""
+RANKS = len(TOKENS)
 
 
 def build() -> nn.Module:
@@ -63,7 +66,8 @@ def microbatches(rank: int) -> list[tuple[Tensor, Tensor]]:
     start = sum(map(sum, TOKENS[:rank]))
     found = []
     for count in TOKENS[rank]:
-        found.append((tokens[start : start + count], tokens[start + 1 : start + count + 1]))
+        places = torch.arange(start, start + count)  # after the end, from the beginning again
+        found.append((tokens[places % len(tokens)], tokens[(places + 1) % len(tokens)]))
         start += count
     return found
 
@@ -80,7 +84,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 exact = build().double()
-everything = [batch for rank in range(2) for batch in microbatches(rank)]
+everything = [batch for rank in range(RANKS) for batch in microbatches(rank)]
 inputs, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
 cross_entropy(exact(inputs), labels).backward()
 expected = flat_gradient(exact)
@@ -99,11 +103,11 @@ def step(uses_global_mean: bool) -> list[float]:
     for index, (inputs, labels) in enumerate(batches):
         last = index == len(batches) - 1
         with contextlib.nullcontext() if last else model.no_sync():
+            loss_sum = cross_entropy(model(inputs), labels, reduction="sum")
             if uses_global_mean:
-                loss_sum = cross_entropy(model(inputs), labels, reduction="sum")
                 loss = distmp.global_mean(loss_sum, tokens, model, microbatches=len(batches))
             else:
-                loss = cross_entropy(model(inputs), labels) / len(batches)
+                loss = loss_sum / max(len(labels), 1) / len(batches)
             loss.backward()
     dist.destroy_process_group()
     return flat_gradient(model).tolist()
@@ -111,39 +115,40 @@ def step(uses_global_mean: bool) -> list[float]:
 
 errors = {}
 for name, uses_global_mean in (("mean of means", False), ("global_mean", True)):
-    found = torch.tensor(on_two_ranks(step, uses_global_mean)[0], dtype=torch.float64)
+    found = torch.tensor(on_ranks(RANKS, step, uses_global_mean)[0], dtype=torch.float64)
     errors[name] = float((found - expected).norm() / expected.norm())
     ratio = float(found.norm() / expected.norm())
     cosine = float(found @ expected / found.norm() / expected.norm())
     print(
-        f"{name}: error of the gradient {errors[name]:.3g}; its norm is {ratio:.3f} times that of "
-        f"the exact gradient, the cosine between them {cosine:.3f}"
+        f"{name}: error of the gradient {errors[name]:.3g};\n"
+        f"  its norm is {ratio:.3f} times that of the exact gradient, their cosine {cosine:.3f}"
     )
 
 # %% [markdown]
 # ## Why
 #
-# In a mean of means each microbatch counts a quarter, whatever its length. So a token of the
-# shortest microbatch counts 60 / 12 = 5 times as much as one of the longest.
+# In a mean of means all microbatches count the same, whatever their length. With the numbers above,
+# a token of the shortest one counts 60 / 12 = 5 times as much as one of the longest.
 
 # %%
 counts = [count for rank in TOKENS for count in rank]
 names = [f"rank {r}\n{count} tokens" for r, rank in enumerate(TOKENS) for count in rank]
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-shares = [100 / len(counts) / count for count in counts]
-left.bar(names, shares, color="tab:red", label="mean of means")
-left.axhline(100 / sum(counts), color="tab:blue", label="mean over all tokens")
-left.set(title="weight of one token of the microbatch, percent")
-left.legend(fontsize="small")
-bars = right.bar(list(errors), list(errors.values()), color=["tab:red", "tab:blue"])
-right.bar_label(bars, [f"{error:.3g}" for error in errors.values()])
-right.set(title="error of the gradient, relative to float64", yscale="log", ylim=(1e-9, 10))
+shares = [100 / len(counts) / count if count else 0.0 for count in counts]
+# In a mean of means, a token of a short microbatch has a larger weight than one of a long one, and
+# the gradient a large error. With global_mean, the error is that of float32.
+figure, (upper, lower) = plt.subplots(2, figsize=(7, 6), layout="constrained")
+upper.bar(range(len(counts)), shares, tick_label=names, color="tab:red", label="mean of means")
+upper.axhline(100 / sum(counts), color="tab:blue", label="mean over all tokens")
+upper.set(title="weight of one token of the microbatch, percent")
+upper.legend(fontsize="small")
+bars = lower.bar(list(errors), list(errors.values()), color=["tab:red", "tab:blue"])
+lower.bar_label(bars, [f"{error:.3g}" for error in errors.values()])
+lower.set(title="error of the gradient, relative to float64", yscale="log", ylim=(1e-9, 10))
 figure.savefig("mean_of_means.png")
 
 # %% [markdown]
 # The learning rate does not correct it: the cosine is below 1, so the direction of the gradient is
-# wrong. Data with padding,
-# packed sequences, or masked prompts have such microbatches in every step.
+# wrong. Data with padding, packed sequences, or masked prompts have such microbatches in each step.
 #
 # ## The fix
 #

@@ -50,6 +50,7 @@ TORCH_MESSAGES = (
     "factor must be",
     "call scaler.scale(loss).backward() before step()",
     "call clip_grad_norm_() instead of unscale_()",
+    "call scaler.update() after step()",
     "gradients changed after the ranks had decided",
 )
 # Share of the cases without a mistake, and with two mistakes.

@@ -336,7 +336,7 @@ def test_contradicting_numbers_are_refused(
 @pytest.mark.parametrize(
     ("numbers", "problem"),
     [
-        ("new", "they are a str"),
+        ("new", "its numbers are a str"),
         ({}, "they lack the step"),
         ({"step": 1}, "they lack the step or the position in the data"),
         ({"step": 1, "samples": "8"}, "samples is '8', not a count"),

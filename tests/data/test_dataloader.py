@@ -319,6 +319,21 @@ def test_default_step_is_one_microbatch_per_rank() -> None:
     assert [len(m["targets"]) for step in loader for m in step] == [6, 6]
 
 
+@ranks(2)
+def test_batch_that_ranks_cannot_share_is_refused_without_microbatch_size() -> None:
+    with pytest.raises(ConfigError, match=r"batch_size = 9: must be a multiple .* of ranks, 2$"):
+        DataLoader(range(20), 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("num_workers", "'num_workers': use workers"), ("drop_last", "remove it"), ("x", "see help")],
+)
+def test_argument_of_other_loader_is_one_message(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        DataLoader(range(9), 4, **{name: 1})  # type: ignore[arg-type]
+
+
 def stream_by_node() -> Any:
     from datasets.distributed import split_dataset_by_node
 

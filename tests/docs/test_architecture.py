@@ -21,13 +21,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(distmp.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
-# The columns of the table of paths, as "file::qualified name". A cell of the first one has the
-# function under `ddp`, and below it that under `fsdp`, if it is another one.
-_ROWS = [row.split("|")[2:5] for row in re.findall(r"^\| \d+ \|.*$", PAGE, re.M)]
-_CELLS = [[[*re.findall("`(.*?)`", cell)] for cell in row] for row in _ROWS]
-GRADIENT = {"ddp": [row[0][0] for row in _CELLS], "fsdp": [row[0][-1] for row in _CELLS]}
+# The lists of paths, as "file::qualified name". An entry of the first one has the function under
+# `ddp`, and after it that under `fsdp`, if it is another one.
+_LISTS = [
+    [re.findall("`([^`]*::.*?)`", entry) for entry in re.findall(r"^\d+\. .*$", part, re.M)]
+    for part in PAGE.split("\n## ")[1:]
+]
+GRADIENT = {"ddp": [names[0] for names in _LISTS[0]], "fsdp": [names[-1] for names in _LISTS[0]]}
 GRADIENTS = [*GRADIENT["ddp"], *GRADIENT["fsdp"]]
-SETTING, CHECKPOINT = ([name for row in _CELLS for name in row[column]] for column in (1, 2))
+SETTING, CHECKPOINT = ([name for names in part for name in names] for part in _LISTS[1:])
 
 
 def functions(file: str) -> dict[int, str]:
@@ -127,15 +129,14 @@ def test_layers_agree_with_linter() -> None:
     [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     known = {name for layer in layers for name in re.findall(r"\w+", layer)} - {"_lazy"}
     [diagram] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
-    shown = [re.findall(r"\w+", line[:28]) for line in diagram.splitlines()]
+    shown = [re.findall(r"\w+", line[7:35]) for line in diagram.splitlines()]
     assert {name for line in shown for name in line} == known
     order = [set(re.findall(r"\w+", layer)) - {"_lazy"} for layer in layers]
     ranks_of = {name: index for index, layer in enumerate(order) for name in layer}
     heights = [ranks_of[name] for line in shown for name in line]
     assert heights == sorted(heights)
     for letter, path in (("G", GRADIENTS), ("K", SETTING), ("C", CHECKPOINT)):
-        mark = re.compile(f"  [GKC ]*{letter}[GKC ]*$")
-        marked = {i for i, line in enumerate(diagram.splitlines()) if mark.search(line)}
+        marked = {i for i, line in enumerate(diagram.splitlines()) if letter in line[:5]}
         packages = {re.split(r"\W", step)[0] for step in path}
         assert marked == {i for i, names in enumerate(shown) if packages & {*names}}, letter
 

@@ -82,7 +82,7 @@ def flat(config: RunConfig) -> dict[str, object]:
 
 def test_reported_changes_agree_with_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    lines = re.findall(r"^\.venv/bin/distmp train (--run-dir runs/pages .*)$", PAGE, re.MULTILINE)
+    lines = re.findall(r"^distmp train (--run-dir runs/pages .*)$", PAGE, re.MULTILINE)
     first, second = (flat(load(shlex.split(line))) for line in lines)
     shown = re.findall(r"^    (changed: .*)$", PAGE, re.MULTILINE)
     assert len(shown) == 2

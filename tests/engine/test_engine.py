@@ -924,6 +924,19 @@ def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
     assert peaks[64] - peaks[4] < microbatch.nbytes
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("clip_grad_norm", "use max_norm"),
+        ("precision", "use policy, such as 'bf16-autocast'"),
+        ("gradient_accumulation_steps", r"engine\.step\(\[batch, batch\]\)"),
+    ],
+)
+def test_argument_of_other_library_names_ours(name: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}': .*{advice}"):
+        make_engine(**{name: 1})
+
+
 def test_an_unknown_argument_is_refused() -> None:
     message = (
         r"^Engine\(\) got an unexpected keyword argument 'max_grad_norm': did you mean 'max_norm'"

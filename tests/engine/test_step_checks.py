@@ -682,6 +682,49 @@ def test_weights_that_are_changed_without_publishing_are_refused(
         engine.step([pair()])
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16-autocast", "bf16-pure"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_second_optimizer_is_warned_of_once(
+    policy: str, every: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = nn.Linear(3, 2)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = make(model=model, policy=policy)
+    for step in range(1, 20):
+        engine.step([pair()])
+        if step % every == 0:
+            other.step()
+            other.zero_grad()
+        assert len(recwarn) == (step > 3 * every)
+    assert recwarn.pop().filename == __file__
+
+
+def test_second_optimizer_is_named_under_master_weights() -> None:
+    model = nn.Linear(3, 2)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = make(model=model, policy="bf16")
+    engine.step([pair()])
+    other.step()
+    with pytest.raises(ConfigError, match=r"was written to .*another optimizer's step\(\)"):
+        engine.step([pair()])
+
+
+@pytest.mark.parametrize("publish", [True, False])
+def test_changes_of_weights_that_are_published_or_rare_are_not_warned_of(
+    publish: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = make()
+    for step in range(20):
+        engine.step([pair()])
+        if publish or step in (0, 1, 17, 18):
+            with torch.no_grad():
+                for weight in engine.weights().values():
+                    weight.clamp_(-1, 1)
+        if publish:
+            engine.publish_weights()
+    assert not recwarn
+
+
 @ranks(2)
 @in_turn("write", [write, lambda weight: weight.data.mul_(2)])
 def test_lost_write_on_one_rank_fails_on_all_ranks(write: Callable[[Tensor], object]) -> None:
@@ -926,7 +969,28 @@ def test_ten_skipped_steps_in_a_row_are_warned_of_once() -> None:
     assert found[0].filename == __file__
     text = str(found[0].message)
     assert text.startswith("10 steps in a row were skipped, so nothing is trained: bad input: 12")
-    assert "call engine.check(outcome)" in text
+    assert text.endswith("engine.step raises an error after max_consecutive_skips = 50")
+
+
+@pytest.mark.parametrize("host_waits", [True, False])
+def test_loop_without_check_ends_after_too_many_skipped_steps(
+    host_waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineSetup, "host_waits", host_waits)
+    engine = make(max_consecutive_skips=3)
+    for _ in range(2 if host_waits else 3):
+        engine.step([spoiled()])
+    with pytest.raises(TrainingError, match=r"max_consecutive_skips = 3: .* bad input: 12 inf"):
+        engine.step([spoiled()])
+
+
+@ranks(2)
+def test_all_ranks_end_loop_without_check() -> None:
+    engine = make(strategy="ddp", max_consecutive_skips=2)
+    batches = [spoiled() if dist.get_rank() == 1 else pair()]
+    engine.step(batches)
+    with pytest.raises(TrainingError, match="on rank 1 of 2 only"):
+        engine.step(batches)
 
 
 @pytest.mark.parametrize("before", [3, 10, 12])
@@ -1005,3 +1069,28 @@ def test_ids_that_an_embedding_lacks_are_explained(ids: list[int], found: str) -
         with pytest.raises(TrainingError, match=message):
             engine.step([(torch.tensor([ids]), torch.zeros(1))])
     engine.step([(torch.tensor([[0, 7]]), torch.zeros(1))])
+
+
+class CreatesTensor(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(torch.ones(1, 3, 3)).sum() + inputs.sum()
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1)])
+def test_fp32_tensor_of_forward_is_explained_under_16_bit_policy(layer: nn.Module) -> None:
+    def loss(model: nn.Module, batch: Pair) -> tuple[Tensor, int]:
+        return model(batch[0]), 1
+
+    make(loss, CreatesTensor(layer), policy="bf16-autocast").step([pair()])
+    message = r"precision\.policy = 'bf16': .*; parameters have 16 bits, so .*dtype=x\.dtype"
+    with pytest.raises(ConfigError, match=message):
+        make(loss, CreatesTensor(copy.deepcopy(layer)), policy="bf16").step([pair()])
+
+
+def test_loss_and_optimizer_in_wrong_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loss = .*: Engine\(model, loss, optimizer\)"):
+        make(lambda named: torch.optim.SGD(named))

@@ -44,6 +44,15 @@ def test_label_out_of_range_names_step_ranges_and_line() -> None:
     assert rest[2].startswith(f"it was raised in {__file__}:")
 
 
+def test_model_without_embeddings_has_no_rows() -> None:
+    def classified(model: nn.Module, labels: Tensor) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(torch.ones(2, 4)), labels, reduction="sum"), 2
+
+    built = Engine(nn.Linear(4, 3), classified, torch.optim.SGD, policy="fp32", device="cpu")
+    with pytest.raises(TrainingError, match="with the vocabulary or the classes; labels that"):
+        built.step([torch.tensor([0, 3])])
+
+
 def test_refused_batch_names_its_step() -> None:
     trained = engine("cpu", next_token_loss)
     ids = torch.tensor([[1, 2]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -347,6 +348,15 @@ def test_misuse_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert message in refused(**{"module": nn.Linear(1, 1), **arguments})
 
 
+@ranks(2)
+def test_different_numbers_of_microbatches_are_refused_on_all_ranks() -> None:
+    wrapped = DistributedDataParallel(nn.Linear(1, 1))
+    count = 2 + dist.get_rank()
+    with wrapped.no_sync():
+        message = refused(module=wrapped, microbatches=count)
+    assert f"microbatches = {count}: differs between ranks; give ranks with fewer some" in message
+
+
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "cross entropy": lambda x: F.cross_entropy(x, torch.arange(4)),
     "cast and divided": lambda x: (F.mse_loss(x, torch.zeros(4, 4)).double() / 2).float(),
@@ -357,6 +367,43 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean times weight": lambda x: F.cross_entropy(x, torch.arange(4)) * 4,
     "sum of means": lambda x: x.mean(1).sum(),
 }
+
+
+def accumulate(weights: Sequence[float], *, set_to_none: bool = True) -> None:
+    """Take two steps whose microbatches have these weights."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for weight in weights:
+            loss_sum = model(torch.ones(4, 4)).square().sum()
+            # The weights of the second step are others.
+            loss = distmp.global_mean(loss_sum, weight + step, model, microbatches=len(weights))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weight_of_one_microbatch_is_warned_of(set_to_none: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate([8, torch.tensor(8)], set_to_none=set_to_none)  # type: ignore[list-item]
+    with pytest.warns(RuntimeWarning, match="weight = 5: differs from the first") as found:
+        accumulate([3, 5], set_to_none=set_to_none)
+    assert [warning.filename for warning in found] == [__file__] * 2
+
+
+def test_two_losses_of_a_microbatch_may_have_a_weight_each(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = nn.Linear(4, 4)
+    for _ in range(2):
+        outputs = model(torch.ones(4, 4)).square()
+        losses = [distmp.global_mean(outputs.sum(), n, model, microbatches=2) for n in (8, 32)]
+        sum(losses, torch.zeros(())).backward()
+    with torch.no_grad():
+        distmp.global_mean(torch.ones(()), 5, model, microbatches=2)
+    assert not recwarn
 
 
 def test_a_mean_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:

@@ -42,6 +42,8 @@ def test_strategy_auto_is_resolved(name: str, size: int, expected: str) -> None:
     ("name", "size", "message"),
     [
         ("fdsp", 1, r"strategy = 'fdsp': did you mean 'fsdp'\?"),
+        ("full_shard", 1, r"did you mean 'fsdp'\?"),
+        ("zero3", 1, r"did you mean 'fsdp'\?"),
         ("zero", 1, f"choose one of {', '.join(sorted(STRATEGIES))}"),
         ("single", 2, r"strategy = 'single': is for one rank, but 2 were started; use 'ddp'"),
         (

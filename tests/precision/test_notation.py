@@ -68,6 +68,8 @@ def test_policy_mapping_sets_fields(mapping: dict[str, Any], expected: str) -> N
     [
         ("bf61", r"^precision\.policy = 'bf61': did you mean 'bf16'\?"),
         ("fp16-autocats", "did you mean 'fp16-autocast'"),
+        ("fp16-mixed", "use 'fp16-autocast', which trains FP32 weights$"),
+        ("16-true", "use 'fp16-autocast', which trains FP32 weights$"),
         ("int4x", "choose one of auto, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, "),
         ("", r"^precision\.policy = '': choose one of"),
         ("auto", r"^precision\.policy = 'auto': is resolved for a device by distmp\.resolve"),

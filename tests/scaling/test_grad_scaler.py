@@ -499,6 +499,9 @@ def test_clipping_replaces_unscaling() -> None:
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="instead of unscale_"):
         scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"call scaler\.update\(\) after step\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
 
 
 def test_late_gradients_of_registered_optimizer_are_refused() -> None:

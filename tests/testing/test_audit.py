@@ -444,6 +444,21 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, message: str) -> None:
         pass
 
 
+def test_engine_with_master_weights_is_not_decided() -> None:
+    engine = distmp.Engine(
+        nn.Linear(4, 1),
+        lambda module, batch: (module(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        policy="bf16",
+    )
+    with distmp.audit(engine.module, engine.optimizer) as audit:
+        engine.step([torch.ones(2, 4)])
+    assert "audit an engine with the policy fp32" in audit.report.undecided[0]
+    message = r"model = 'Engine': .*pass engine\.module and engine\.optimizer"
+    with pytest.raises(ConfigError, match=message), distmp.audit(engine, engine.optimizer):  # type: ignore[arg-type]
+        pass
+
+
 def test_a_parameter_in_no_optimizer_is_named() -> None:
     model = Labelled()
     optimizer = torch.optim.SGD(model.model.head.parameters(), lr=0.1)

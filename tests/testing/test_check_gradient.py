@@ -107,6 +107,9 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_gradient(scripts.token_mean, model, samples(), "words")
     with pytest.raises(ConfigError, match="number of samples = 2: pass at least 3"):
         check_gradient(scripts.token_mean, model, samples(2))
+    ragged = [(torch.zeros(n), torch.zeros(n)) for n in range(4)]
+    with pytest.raises(ConfigError, match=r"samples = .*pad them, or pass collate="):
+        check_gradient(scripts.token_mean, model, ragged)
     with pytest.raises(SetupError, match="pass loss_sum"):
         check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
 
