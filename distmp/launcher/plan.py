@@ -24,7 +24,7 @@ from distmp.launcher.network import (
     selected_interface,
 )
 from distmp.masking import masked, masked_text
-from distmp.utils.units import counted
+from distmp.utils.units import counted, text_table
 
 
 def log(message: str) -> None:
@@ -133,13 +133,11 @@ class Plan:
 
     def describe(self, command: Sequence[str]) -> str:
         """Return the command with its environment, ready to paste into a shell, and the reasons."""
-        variables = [assignment(name, v.value) for name, v in self.variables.items()]
-        reasons = [variable.reason for variable in self.variables.values()]
-        entries = [*self.options, *map(ExplainedValue, variables, reasons)]
-        width = max((len(entry.value) for entry in entries), default=0)
+        variables = {assignment(name, v.value): v.reason for name, v in self.variables.items()}
+        entries = [*((option.value, option.reason) for option in self.options), *variables.items()]
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
         lines += [f"# note: {note}" for note in self.job.notes]
-        lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
+        lines += [f"#   {line}" for line in text_table(entries)]
         if self.endpoint is not None:
             lines.append("# other machines have the same, with their is_host, address, interface")
         words = masked(["torchrun", *self.torchrun(), *command])
