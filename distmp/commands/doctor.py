@@ -136,17 +136,13 @@ def _gpus(config: RunConfig) -> Iterator[CheckResult]:
     for index, (model, memory, used, errors, *slowdowns) in enumerate(rows):
         name = f"GPU {index}, {model}"
         if errors.isdecimal() and int(errors):
-            yield CheckResult(
-                "FAIL",
-                f"{name}: {errors} memory errors that were not corrected",
-                "drain the machine and reset the GPU; replace it if they come back",
-            )
+            remedy = "drain the machine and reset the GPU; replace it if they come back"
+            message = f"{name}: {errors} memory errors that were not corrected"
+            yield CheckResult("FAIL", message, remedy)
         if "Active" in slowdowns:
-            yield CheckResult(
-                "WARN",
-                f"{name}: throttled because of temperature or power",
-                "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling",
-            )
+            remedy = "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling"
+            message = f"{name}: throttled because of temperature or power"
+            yield CheckResult("WARN", message, remedy)
         if used.isdecimal() and int(used) > _BUSY_GPU_SHARE * int(memory):
             message = f"{name}: {used} MiB of its memory is in use"
             yield CheckResult("WARN", message, "see `nvidia-smi` for the processes that use it")

@@ -269,13 +269,11 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
     nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
-    if nodes > 1 or not on_a_node:
-        raise ConfigError(
-            "SLURM_JOB_ID",
-            job,
-            "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
-            "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only",
-        )
+    hint = (
+        "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
+        "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only"
+    )
+    require(nodes == 1 and on_a_node, "SLURM_JOB_ID", job, hint)
     return Job(
         "slurm",
         _evidence(variables, *_SLURM),

@@ -176,13 +176,11 @@ def make_plan(
         is_alone = given.own_rendezvous == "standalone"
         return _on_loopback(plan, given, network, variables) if is_alone else plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
-    if nodes is None and job.environment != "local":
-        raise ConfigError(
-            "--nnodes",
-            None,
-            f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
-            "train on this machine only with `--environment local`",
-        )
+    problem = (
+        f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
+        "train on this machine only with `--environment local`"
+    )
+    require(nodes is not None or job.environment == "local", "--nnodes", None, problem)
     one = nodes in (None, 1)
     # With port 0, torchrun uses any free port.
     if one and (given.rdzv_endpoint is None or given.rdzv_endpoint.strip().endswith(":0")):
@@ -320,11 +318,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     """
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]+))?", endpoint.strip())
     if parts is None or not 0 < int(parts[3] or 1) < 2**16:
-        raise ConfigError(
-            "--rdzv-endpoint",
-            endpoint,
-            "must be HOST, HOST:PORT or [IPV6]:PORT of the first machine",
-        )
+        problem = "must be HOST, HOST:PORT or [IPV6]:PORT of the first machine"
+        raise ConfigError("--rdzv-endpoint", endpoint, problem)
     return parts[1] or parts[2], int(parts[3]) if parts[3] else None
 
 

@@ -9,12 +9,13 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distmp import __version__
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.run_directory import RunDirectory, read_starts
@@ -56,12 +57,8 @@ class RecordedRun:
         """
         directory = RunDirectory(path)
         records = read_records(directory.records) if os.path.isfile(directory.records) else []
-        if not records:
-            raise ConfigError(
-                "run_dir",
-                str(path),
-                f"contains no step; {directory.records.name} is missing or empty",
-            )
+        problem = f"contains no step; {directory.records.name} is missing or empty"
+        require(len(records) > 0, "run_dir", str(path), problem)
         config = flat(read_yaml(directory.config)) if directory.config.is_file() else {}
         environment: dict[str, str] = {}
         if directory.manifest.is_file():
@@ -167,7 +164,7 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
         # The metric of the average is in the same chart.
         title = f"Held-out {name.removeprefix(EMA_PREFIX)}"
-        yield title, name, lambda r, name=name: (r.validation_metrics or {}).get(name), "o"
+        yield title, name, partial(_metric, name=name), "o"
     yield "Learning rate", each, lambda r: r.learning_rate, "-"
     # A logarithmic axis cannot show 0.
     yield "Gradient norm before clipping", each, lambda r: r.grad_norm or math.nan, "-"
@@ -178,6 +175,10 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     throughput = f"Throughput, {run.throughput_unit}"
     yield throughput, each, lambda r: r.weight_per_second if r.step > 1 else None, "-"
     yield "Peak memory of the first rank, MiB", each, lambda r: r.memory_bytes / 2**20, "-"
+
+
+def _metric(record: StepRecord, name: str) -> float | None:
+    return (record.validation_metrics or {}).get(name)
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
