@@ -154,9 +154,8 @@ class StoredWeights:
         try:
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise self.error(
-                f"{file} cannot be read: {error}; copy or download it again"
-            ) from error
+            problem = f"{file} cannot be read: {error}; copy or download it again"
+            raise self.error(problem) from error
 
     def _contents(self) -> Mapping[Path, list[str] | None]:
         """Return the files, and the tensors to read from each; None: all of them.

@@ -74,9 +74,8 @@ def check_saves(checkpoints: Path) -> None:
         if isinstance(checkpoints, Path) and not os.access(checkpoints, os.W_OK):
             raise OSError("it is read-only")
     except OSError as error:
-        raise ConfigError(
-            "checkpoint.path", str(checkpoints), f"cannot be written to: {error}"
-        ) from error
+        problem = f"cannot be written to: {error}"
+        raise ConfigError("checkpoint.path", str(checkpoints), problem) from error
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:

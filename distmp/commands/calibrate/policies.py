@@ -317,5 +317,8 @@ def _held_out(config: CalibrationConfig, parts: ModelAndData, engine: Engine) ->
         config.batch.microbatch_size,
         engine.world,
     )
-    loss, values = engine.evaluate_metrics(batches, find_metrics(config.compared_metrics))
+    # Accuracy, if tokens are predicted and no metrics are configured.
+    tokens = config.model.loss == "next_token" and not config.data.is_import_path
+    metrics = config.validation.metrics or ({"accuracy": "accuracy"} if tokens else {})
+    loss, values = engine.evaluate_metrics(batches, find_metrics(metrics))
     return {"loss": loss, **values}
