@@ -269,21 +269,10 @@ def training_batches(
     config: RunConfig, parts: ModelAndData, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
-    batch = config.batch
-    division = Division(
-        progress.samples,
-        batch.global_batch_size,
-        batch.microbatch_size,
-        world.rank,
-        world.world_size,
-    )
-    all_steps = steps(
-        parts.datasets.train,
-        division,
-        world,
-        seed=config.seed,
-        workers=config.data.workers,
-    )
+    sizes = config.batch.global_batch_size, config.batch.microbatch_size
+    division = Division(progress.samples, *sizes, world.rank, world.world_size)
+    data, workers = parts.datasets.train, config.data.workers
+    all_steps = steps(data, division, world, seed=config.seed, workers=workers)
     with closing(all_steps):
         for step in all_steps:
             yield step.microbatches
