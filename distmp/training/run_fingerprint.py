@@ -90,8 +90,8 @@ class Changes:
         listed = "".join(f"\n  {line}" for line in self.dangerous.values())
         problem = (
             f"belongs to another run:{listed}\n"
-            "Restore these values, or set resume_force to true to resume anyway. A new run can start "
-            "from its weights: distmp export, then model.weights."
+            "Restore these values, or set resume_force to true to resume anyway. A new run can "
+            "start from its weights: distmp export, then model.weights."
         )
         require(not self.dangerous, "resume", checkpoint, problem)
 
