@@ -15,6 +15,7 @@ from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
 from distmp.telemetry.console import discard, open_standard_streams
+from distmp.utils.units import text_table
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
@@ -91,11 +92,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, _SUBCOMMANDS))
-    lines = [f"  {name:{width}}  {purpose}\n" for name, (_, purpose) in _SUBCOMMANDS.items()]
+    rows = [(name, purpose) for name, (_, purpose) in _SUBCOMMANDS.items()]
     return (
         "usage: distmp SUBCOMMAND [OPTIONS]\n\n"
-        + "".join(lines)
+        + "".join(f"  {line}\n" for line in text_table(rows))
         + "\n`distmp SUBCOMMAND --help` lists its options; `distmp --version` prints versions.\n"
     )
 

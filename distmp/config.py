@@ -233,12 +233,9 @@ class EarlyStoppingConfig:
             ConfigError: If `mode` is auto and the metric is not known.
         """
         name = self.metric.removeprefix(EMA_PREFIX)
-        require(
-            self.mode != "auto" or name in (*_MINIMIZED, "accuracy"),
-            "early_stopping.mode",
-            "auto",
-            f"does not know the metric {self.metric!r}; set min or max",
-        )
+        valid = self.mode != "auto" or name in (*_MINIMIZED, "accuracy")
+        hint = f"does not know the metric {self.metric!r}; set min or max"
+        require(valid, "early_stopping.mode", "auto", hint)
         return self.mode == "max" or (self.mode == "auto" and name == "accuracy")
 
     def check(self, metrics: Sequence[str], *, every: int, ema: bool) -> None:
@@ -262,20 +259,13 @@ class EarlyStoppingConfig:
                     "validations without an improvement after which a run ends",
                 )
             return
-        require(
-            every > 0,
-            "early_stopping.patience",
-            self.patience,
-            "needs validations during training; set validation.every",
-        )
+        hint = "needs validations during training; set validation.every"
+        require(every > 0, "early_stopping.patience", self.patience, hint)
         known = ["loss", *metrics]
         of_average = [f"{EMA_PREFIX}{name}" for name in known]
-        require(
-            ema or self.metric not in of_average,
-            "early_stopping.metric",
-            self.metric,
-            "needs an average of the weights; set ema.decay",
-        )
+        valid = ema or self.metric not in of_average
+        hint = "needs an average of the weights; set ema.decay"
+        require(valid, "early_stopping.metric", self.metric, hint)
         known += of_average if ema else []
         hint = nearest(self.metric, known)
         require(self.metric in known, "early_stopping.metric", self.metric, hint)
@@ -458,12 +448,9 @@ class RunConfig:
         require(known, "strategy", self.strategy, nearest_strategy(self.strategy))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
-        require(
-            self.strategy != "single" or not self.shard_optimizer,
-            "shard_optimizer",
-            self.shard_optimizer,
-            "has no effect under strategy single, which has one rank; remove it, or use ddp",
-        )
+        valid = self.strategy != "single" or not self.shard_optimizer
+        hint = "has no effect under strategy single, which has one rank; remove it, or use ddp"
+        require(valid, "shard_optimizer", self.shard_optimizer, hint)
         self.parallel(microbatches=None)
         if self.strategy in SHARDED_STRATEGIES:
             AccumulationSettings(
@@ -473,12 +460,9 @@ class RunConfig:
             ).refuse_for(self.strategy)
 
     def _check_steps(self) -> None:
-        require(
-            self.schedule.warmup(self.steps) < self.steps,
-            "schedule.warmup_steps",
-            self.schedule.warmup_steps,
-            f"must be less than steps = {self.steps}, or null for 5% of them",
-        )
+        valid = self.schedule.warmup(self.steps) < self.steps
+        hint = f"must be less than steps = {self.steps}, or null for 5% of them"
+        require(valid, "schedule.warmup_steps", self.schedule.warmup_steps, hint)
         self.profile.check(self.steps)
 
     def check_names(self) -> None:
@@ -540,15 +524,10 @@ class RunConfig:
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     def _check_held_out(self) -> None:
-        require(
-            self.validation.every == 0
-            or self.data.held_out > 0
-            or self.data.is_import_path
-            or self.data.validation_path is not None,
-            "validation.every",
-            self.validation.every,
-            "has no data with data.held_out = 0; set it to 0, or hold out data",
-        )
+        every, data = self.validation.every, self.data
+        is_held_out = data.held_out > 0 or data.is_import_path or data.validation_path is not None
+        hint = "has no data with data.held_out = 0; set it to 0, or hold out data"
+        require(every == 0 or is_held_out, "validation.every", every, hint)
 
     @property
     def hang_seconds(self) -> float:

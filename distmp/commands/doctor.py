@@ -6,7 +6,6 @@ import csv
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,8 @@ from typing import Literal, NamedTuple
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import VARIABLES
 from distmp.utils.environment_info import versions
-from distmp.utils.units import bytes_text
+from distmp.utils.processes import output_of
+from distmp.utils.units import bytes_text, text_table
 
 _LITTLE_SHM_BYTES = 1 << 30
 _LITTLE_DISK_BYTES = 10 << 30
@@ -98,13 +98,12 @@ def run_checks(config: RunConfig) -> list[tuple[str, CheckResult]]:
 
 def _report(results: Sequence[tuple[str, CheckResult]]) -> str:
     """Return a line for each result, and one for its remedy if any."""
-    width = max(len(name) for name, _ in results)
-    lines = []
+    rows: list[tuple[str, ...]] = []
     for name, result in results:
-        lines.append(f"{result.status}  {name:{width}}  {result.message}")
+        rows.append((result.status, name, result.message))
         if result.remedy:
-            lines.append(f"      {'':{width}}  -> {result.remedy}")
-    return "\n".join(lines)
+            rows.append(("", "", f"-> {result.remedy}"))
+    return "\n".join(text_table(rows))
 
 
 def _versions(config: RunConfig) -> Iterator[CheckResult]:
@@ -137,17 +136,13 @@ def _gpus(config: RunConfig) -> Iterator[CheckResult]:
     for index, (model, memory, used, errors, *slowdowns) in enumerate(rows):
         name = f"GPU {index}, {model}"
         if errors.isdecimal() and int(errors):
-            yield CheckResult(
-                "FAIL",
-                f"{name}: {errors} memory errors that were not corrected",
-                "drain the machine and reset the GPU; replace it if they come back",
-            )
+            remedy = "drain the machine and reset the GPU; replace it if they come back"
+            message = f"{name}: {errors} memory errors that were not corrected"
+            yield CheckResult("FAIL", message, remedy)
         if "Active" in slowdowns:
-            yield CheckResult(
-                "WARN",
-                f"{name}: throttled because of temperature or power",
-                "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling",
-            )
+            remedy = "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling"
+            message = f"{name}: throttled because of temperature or power"
+            yield CheckResult("WARN", message, remedy)
         if used.isdecimal() and int(used) > _BUSY_GPU_SHARE * int(memory):
             message = f"{name}: {used} MiB of its memory is in use"
             yield CheckResult("WARN", message, "see `nvidia-smi` for the processes that use it")
@@ -245,19 +240,11 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[CheckResult]]] = {
 
 def _gpu_rows() -> list[list[str]]:
     """Return what nvidia-smi reports for each GPU; empty without any."""
-    table = _output("nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
+    options = (f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
+    table = output_of("nvidia-smi", *options, seconds=_COMMAND_SECONDS) or ""
     return [*csv.reader(table.splitlines(), skipinitialspace=True)]
 
 
 def _rdma_devices() -> list[str]:
     """Return the names of InfiniBand and RoCE devices."""
     return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-
-
-def _output(*command: str) -> str:
-    """Return the output of a program; empty if it is missing, fails or takes too long."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

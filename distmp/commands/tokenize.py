@@ -123,9 +123,8 @@ def load_encoder(tokenizer: str) -> Encoder:
     if tokenizer == BYTES:
         return Encoder(BYTES, None, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
     directory = Path(tokenizer).expanduser()
-    if not (directory / "tokenizer.json").is_file():
-        problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
-        raise ConfigError("--tokenizer", tokenizer, problem)
+    problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
+    require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
     require_package("--tokenizer", tokenizer, "transformers", "hf")
     from transformers import AutoTokenizer
 
@@ -135,9 +134,8 @@ def load_encoder(tokenizer: str) -> Encoder:
     except Exception as error:  # libraries of tokenizers raise any type
         problem = f"transformers cannot load it: {error}"
         raise ConfigError("--tokenizer", tokenizer, problem) from error
-    if loaded.eos_token_id is None:
-        problem = "has no end-of-sequence token; set eos_token in its tokenizer_config.json"
-        raise ConfigError("--tokenizer", tokenizer, problem)
+    problem = "has no end-of-sequence token; set eos_token in its tokenizer_config.json"
+    require(loaded.eos_token_id is not None, "--tokenizer", tokenizer, problem)
     size = max(loaded.get_vocab().values()) + 1
     digest = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()
     loaded.split_special_tokens = True
@@ -178,19 +176,16 @@ def _parse(argv: list[str]) -> Namespace:
 @contextmanager
 def _unfinished(directory: Path) -> Iterator[Path]:
     """Yield a new directory, which gets the name `directory` if the block succeeds."""
-    if directory.exists():
-        problem = "exists; name a new directory, or remove this one"
-        raise ConfigError("--to", str(directory), problem)
+    problem = "exists; name a new directory, or remove this one"
+    require(not directory.exists(), "--to", str(directory), problem)
     unfinished = directory.with_name(directory.name + token_metadata.UNFINISHED_SUFFIX)
-    if unfinished.exists():
-        problem = f"another command writes to {unfinished}, or was killed; then remove it"
-        raise ConfigError("--to", str(directory), problem)
+    problem = f"another command writes to {unfinished}, or was killed; then remove it"
+    require(not unfinished.exists(), "--to", str(directory), problem)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(
-            "--to", str(directory), f"cannot be created ({error.strerror})"
-        ) from error
+        problem = f"cannot be created ({error.strerror})"
+        raise ConfigError("--to", str(directory), problem) from error
     try:
         yield unfinished
         shutil.rmtree(unfinished / "cache")
@@ -228,17 +223,15 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
 
 def _column(loaded: Any, name: str, key: str) -> Any:
     """Return the column of the texts, which every row of a table has to have."""
-    if key not in loaded.column_names:
-        problem = f"has no column {key!r}; set --key to one of {', '.join(loaded.column_names)}"
-        raise ConfigError("INPUT", name, problem)
+    problem = f"has no column {key!r}; set --key to one of {', '.join(loaded.column_names)}"
+    require(key in loaded.column_names, "INPUT", name, problem)
     texts = loaded.data.column(key)
     if texts.null_count:
         row = texts.is_null().index(True).as_py() + 1
         problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
         raise ConfigError("INPUT", name, problem)
-    if str(texts.type) not in ("string", "large_string"):
-        problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
-        raise ConfigError("INPUT", name, problem)
+    problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
+    require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")
 
 
@@ -253,9 +246,8 @@ def _files(name: str) -> list[Path]:
     for file in files:
         is_empty = file.suffix in _BY_SUFFIX and file.is_file() and not file.stat().st_size
         require(not is_empty, "INPUT", str(file), "is empty; leave it out")
-        if file.suffix == ".json":
-            problem = "may be one document or one per line; rename it to .txt or .jsonl"
-            raise ConfigError("INPUT", str(file), problem)
+        problem = "may be one document or one per line; rename it to .txt or .jsonl"
+        require(file.suffix != ".json", "INPUT", str(file), problem)
     return files
 
 

@@ -255,11 +255,10 @@ class DataLoader:
         Raises:
             ConfigError: If the state is of another order of samples, or of other data.
         """
-        if not isinstance(state, Mapping) or "samples" not in state:
-            found = [*state] if isinstance(state, Mapping) else type(state).__name__
-            raise ConfigError(
-                "state", found, "is not a state of a DataLoader; pass what state_dict() returned"
-            )
+        found = [*state] if isinstance(state, Mapping) else type(state).__name__
+        valid = isinstance(state, Mapping) and "samples" in state
+        hint = "is not a state of a DataLoader; pass what state_dict() returned"
+        require(valid, "state", found, hint)
         _check_count("samples", state["samples"])
         own = self.state_dict()
         for name in ("size", "seed", "shuffle"):

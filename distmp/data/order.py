@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 
 # Four rounds suffice for a large dataset. With few samples more are needed to make all orders
 # equally likely.
@@ -100,14 +100,12 @@ def microbatches_per_rank(
     require(microbatch_size <= global_batch_size, microbatch, microbatch_size, problem)
     unit = microbatch_size * world_size
     count, rest = divmod(global_batch_size, unit)
-    if rest:
-        fitting = " or ".join(str(unit * k) for k in (count, count + 1) if k)
-        raise ConfigError(
-            batch,
-            global_batch_size,
-            f"must be a multiple of {microbatch} x number of ranks = {microbatch_size} x"
-            f" {world_size} = {unit}; nearest: {fitting}",
-        )
+    fitting = " or ".join(str(unit * k) for k in (count, count + 1) if k)
+    problem = (
+        f"must be a multiple of {microbatch} x number of ranks = {microbatch_size} x {world_size} ="
+        f" {unit}; nearest: {fitting}"
+    )
+    require(rest == 0, batch, global_batch_size, problem)
     return count
 
 

@@ -287,13 +287,9 @@ def _bad_input(evidence: Evidence) -> OverflowReport | None:
     rank, microbatch = next(iter(bad.items()))
     rows = ", ".join(map(str, evidence[rank].bad_rows[microbatch]))
     first = f": on rank {rank} in microbatch {microbatch}, first rows {rows}" if rows else ""
-    return OverflowReport(
-        "bad_input",
-        f"bad input: {count} inf or NaN among the floating-point values of the batch",
-        f"check the data of these samples{first}",
-        tuple(bad),
-        microbatch,
-    )
+    text = f"bad input: {count} inf or NaN among the floating-point values of the batch"
+    advice = f"check the data of these samples{first}"
+    return OverflowReport("bad_input", text, advice, tuple(bad), microbatch)
 
 
 def _bad_weight(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
@@ -344,15 +340,9 @@ def _forward(evidence: Evidence, context: OverflowContext) -> OverflowReport | N
         return None
     rank, microbatch = next(iter(bad.items()))
     origin = evidence[rank].forward[microbatch]
-    text = "overflow in the forward pass: the loss itself is not finite"
-    return OverflowReport(
-        "forward",
-        text + _origin(origin),
-        _forward_advice(origin, context),
-        tuple(bad),
-        microbatch,
-        None if origin is None else origin.module,
-    )
+    text = f"overflow in the forward pass: the loss itself is not finite{_origin(origin)}"
+    advice, module = _forward_advice(origin, context), None if origin is None else origin.module
+    return OverflowReport("forward", text, advice, tuple(bad), microbatch, module)
 
 
 def _first_losses(evidence: Evidence, matches: Callable[[bool, bool], bool]) -> dict[int, int]:
@@ -466,13 +456,12 @@ def _reduction(evidence: Evidence) -> OverflowReport | None:
     if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
         return None
     ranks = tuple(rank for rank, stats in enumerate(evidence) if stats.largest == largest)
-    return OverflowReport(
-        "reduction",
+    text = (
         f"the gradients of each rank are finite, up to {largest:.3g}, but their sum is beyond "
-        "float32",
-        "lower the learning rate, or a loss scale that is set too high",
-        ranks,
+        "float32"
     )
+    advice = "lower the learning rate, or a loss scale that is set too high"
+    return OverflowReport("reduction", text, advice, ranks)
 
 
 def _not_repeated(context: OverflowContext) -> OverflowReport:

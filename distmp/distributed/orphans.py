@@ -94,14 +94,11 @@ def _watch(stopped: threading.Event) -> None:
             return
     if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
-            os.write(2, _message().encode())
+            message = (
+                f"distmp: the launcher (process {_launcher}) has ended; its ranks end within "
+                f"{END_SECONDS:.0f} s, after a checkpoint if there is time\n"
+            )
+            os.write(2, message.encode())
     os.kill(os.getpid(), signal.SIGTERM)
     if not stopped.wait(END_SECONDS):
         os._exit(LOST_PEER_EXIT_CODE)
-
-
-def _message() -> str:
-    return (
-        f"distmp: the launcher (process {_launcher}) has ended; its ranks end within "
-        f"{END_SECONDS:.0f} s, after a checkpoint if there is time\n"
-    )

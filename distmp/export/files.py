@@ -120,7 +120,11 @@ def write(
                 "weight_map": {name: file for file, names in files.items() for name in names},
             }
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        _write_architecture(temporary, architecture, dtype)
+        if architecture is not None and is_hugging_face(architecture):
+            huggingface.write_configuration(temporary, architecture, dtype)
+        elif architecture is not None:
+            text = json.dumps(architecture, indent=2)
+            (temporary / huggingface_files.CONFIG_FILE).write_text(f"{text}\n")
         huggingface_files.copy(tokenizer, temporary)
 
     write_directory(directory, weights, files, write_rest, writes=writes)
@@ -188,19 +192,6 @@ def write_directory(
     finally:
         for _ in values:  # the other ranks read them together with this one, also after an error
             pass
-
-
-def _write_architecture(
-    directory: Path, architecture: Mapping[str, Any] | None, dtype: torch.dtype
-) -> None:
-    if architecture is None:
-        return
-    if is_hugging_face(architecture):
-        huggingface.write_configuration(directory, architecture, dtype)
-    else:
-        (directory / huggingface_files.CONFIG_FILE).write_text(
-            json.dumps(architecture, indent=2) + "\n"
-        )
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -97,11 +97,6 @@ class StoredWeights:
     path: Path
     name: str | None = None
 
-    @property
-    def may_have_more(self) -> bool:
-        """Whether tensors that the model does not have are ignored."""
-        return self.name is not None
-
     def error(self, problem: str) -> ConfigError:
         """Return an error that names the setting the user wrote."""
         if self.name is not None:
@@ -159,9 +154,8 @@ class StoredWeights:
         try:
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise self.error(
-                f"{file} cannot be read: {error}; copy or download it again"
-            ) from error
+            problem = f"{file} cannot be read: {error}; copy or download it again"
+            raise self.error(problem) from error
 
     def _contents(self) -> Mapping[Path, list[str] | None]:
         """Return the files, and the tensors to read from each; None: all of them.
@@ -277,7 +271,7 @@ def _misfits(state: State, weights: StoredWeights) -> Iterator[str]:
     for name in sorted(stored.keys() & state.keys()):
         filled.setdefault(id(state[name]), []).append(name)
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
-    unknown = [name for name in stored if name not in state and not weights.may_have_more]
+    unknown = [name for name in stored if name not in state and weights.name is None]
     wanted = {name: [*global_shape(state[name])] for name in stored.keys() & state.keys()}
     shapes = [
         f"{name} {stored[name]} for {shape}"

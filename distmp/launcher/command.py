@@ -87,12 +87,9 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     if "--" in argv:
         index = argv.index("--")
         return argv[:index], argv[index + 1 :]
-    if any(word.partition("=")[0] == "--config" for word in argv):
-        raise ConfigError(
-            "distmp launch",
-            " ".join(argv),
-            "write '--' before the options of the run: distmp launch -- --config FILE",
-        )
+    names_config = any(word.partition("=")[0] == "--config" for word in argv)
+    hint = "write '--' before the options of the run: distmp launch -- --config FILE"
+    require(not names_config, "distmp launch", " ".join(argv), hint)
     return argv, []
 
 

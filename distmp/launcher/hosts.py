@@ -25,6 +25,8 @@ from distmp.launcher.network import Network, address_of, join_port
 from distmp.launcher.orderly_stop import cause_of_stop
 from distmp.launcher.plan import UserOptions, log, random_port, refuse_port
 from distmp.masking import masked_text
+from distmp.utils.processes import output_of
+from distmp.utils.units import text_table
 
 # Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
@@ -103,9 +105,8 @@ class HostsPlan:
 
     def describe(self) -> str:
         """Return the commands, ready to paste into a shell, and the reasons as comments."""
-        width = max((len(option.value) for option in self.options), default=0)
-        lines = ["# environment: hosts (--hosts)"]
-        lines += [f"#   {option.value:{width}}  {option.reason}" for option in self.options]
+        table = text_table([(option.value, option.reason) for option in self.options])
+        lines = ["# environment: hosts (--hosts)", *(f"#   {line}" for line in table)]
         lines.append("# each host determines its own address, interface, ranks and threads")
         lines += [masked_text(shlex.join(command)) for command in self.commands.values()]
         return "".join(f"{line}\n" for line in lines)
@@ -182,15 +183,9 @@ def _rendezvous_options(
 
 def _network_name(host: Host, ssh: list[str]) -> str:
     """Return a host's name or address from ssh's configuration: the given name may be an alias."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = [*ssh, "-G", host.name]
-        result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
-        )
-        match = re.search(r"^hostname (\S+)$", result.stdout, flags=re.MULTILINE)
-        if result.returncode == 0 and match:
-            return match[1]
-    return host.name.rpartition("@")[2]
+    output = output_of(*ssh, "-G", host.name, seconds=10.0) or ""
+    match = re.search(r"^hostname (\S+)$", output, flags=re.MULTILINE)
+    return match[1] if match else host.name.rpartition("@")[2]
 
 
 # Run the agents

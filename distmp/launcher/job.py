@@ -118,9 +118,8 @@ def detect(variables: Variables, hostname: str, requested: str | None = None) ->
     """
     present = [name for name, (evidence, _) in _TABLE.items() if evidence(variables)]
     if requested is not None:
-        if requested != "local" and requested not in present:
-            problem = f"its variables are not set; found: {', '.join(present) or 'none'}"
-            raise ConfigError("--environment", requested, problem)
+        problem = f"its variables are not set; found: {', '.join(present) or 'none'}"
+        require(requested in ("local", *present), "--environment", requested, problem)
         present = [requested, *(name for name in present if name != requested)]
     if not present or present[0] == "local":
         job = Job("local", "no job of a scheduler" if not present else "--environment")
@@ -226,13 +225,12 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
     pod, _, domain = hostname.partition(".")
     pod = variables.get("HOSTNAME", pod).partition(".")[0]
     name, separator, last = pod.rpartition("-")
-    if not separator or last != str(index):
-        raise ConfigError(
-            "JOB_COMPLETION_INDEX",
-            index,
-            f"but this pod's name {pod!r} does not end in -{index}; give the first pod's name "
-            "with --rdzv-endpoint, or use another --environment",
-        )
+    problem = (
+        f"but this pod's name {pod!r} does not end in -{index}; give the first pod's name with "
+        "--rdzv-endpoint, or use another --environment"
+    )
+    valid = separator != "" and last == str(index)
+    require(valid, "JOB_COMPLETION_INDEX", index, problem)
     head = f"{name}-0"
     if domain and hostname.partition(".")[0] == pod:
         head = f"{head}.{domain}"
@@ -269,13 +267,11 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
     nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
-    if nodes > 1 or not on_a_node:
-        raise ConfigError(
-            "SLURM_JOB_ID",
-            job,
-            "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
-            "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only",
-        )
+    hint = (
+        "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
+        "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only"
+    )
+    require(nodes == 1 and on_a_node, "SLURM_JOB_ID", job, hint)
     return Job(
         "slurm",
         _evidence(variables, *_SLURM),
@@ -292,13 +288,12 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
     require(len(hosts) > 0, "SLURM_STEP_NODELIST", None, problem)
     nodes = ExplainedValue(len(hosts), "machines in the step's list")
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    if {part.partition("(")[0] for part in tasks.split(",")} != {"1"}:
-        raise ConfigError(
-            "SLURM_STEP_TASKS_PER_NODE",
-            tasks,
-            "start one task on each machine (srun --ntasks-per-node=1); distmp starts the ranks "
-            "itself, set their number with --nproc-per-node",
-        )
+    one_each = {part.partition("(")[0] for part in tasks.split(",")} == {"1"}
+    hint = (
+        "start one task on each machine (srun --ntasks-per-node=1); distmp starts the ranks "
+        "itself, set their number with --nproc-per-node"
+    )
+    require(one_each, "SLURM_STEP_TASKS_PER_NODE", tasks, hint)
     return Job(
         "slurm",
         _evidence(variables, *_SLURM),

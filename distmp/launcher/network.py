@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import source_address
-from distmp.errors import ConfigError, DistmpError
+from distmp.errors import ConfigError, DistmpError, require
 from distmp.launcher.job import ExplainedValue, Job
 
 _RETRY_SECONDS = 1.0
@@ -232,14 +232,12 @@ def hosts_store(
     if rank is None:
         reason = f"{address} is {'' if own else 'not '}an address of this machine"
         return own, reason
-    if rank.value == 0 and not own:
-        raise ConfigError(
-            "--rdzv-endpoint",
-            address,
-            f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
-            f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
-            "is_host=true here",
-        )
+    problem = (
+        f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
+        f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
+        "is_host=true here"
+    )
+    require(own or rank.value != 0, "--rdzv-endpoint", address, problem)
     return rank.value == 0, f"{rank.reason} = {rank.value}"
 
 
@@ -257,12 +255,8 @@ def local_address(given: str | None, address: str, network: Network) -> tuple[st
     """
     if given is not None:
         own = network.resolve(given)
-        if not network.is_own(own):
-            raise ConfigError(
-                "--local-addr",
-                given,
-                f"this machine has no such address; it has: {network.describe_interfaces()}",
-            )
+        problem = f"this machine has no such address; it has: {network.describe_interfaces()}"
+        require(network.is_own(own), "--local-addr", given, problem)
         return own, "--local-addr"
     if network.is_own(address):
         return address, "the first machine is this machine"
@@ -321,8 +315,5 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
             problem = "other hosts cannot be reached through it"
         else:
             continue
-        raise ConfigError(
-            "GLOO_SOCKET_IFNAME",
-            given,
-            f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
-        )
+        problem += f"; unset it, or use one of: {network.describe_interfaces()}"
+        raise ConfigError("GLOO_SOCKET_IFNAME", given, problem)

@@ -24,7 +24,7 @@ from distmp.launcher.network import (
     selected_interface,
 )
 from distmp.masking import masked, masked_text
-from distmp.utils.units import counted
+from distmp.utils.units import counted, text_table
 
 
 def log(message: str) -> None:
@@ -133,13 +133,11 @@ class Plan:
 
     def describe(self, command: Sequence[str]) -> str:
         """Return the command with its environment, ready to paste into a shell, and the reasons."""
-        variables = [assignment(name, v.value) for name, v in self.variables.items()]
-        reasons = [variable.reason for variable in self.variables.values()]
-        entries = [*self.options, *map(ExplainedValue, variables, reasons)]
-        width = max((len(entry.value) for entry in entries), default=0)
+        variables = {assignment(name, v.value): v.reason for name, v in self.variables.items()}
+        entries = [*((option.value, option.reason) for option in self.options), *variables.items()]
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
         lines += [f"# note: {note}" for note in self.job.notes]
-        lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
+        lines += [f"#   {line}" for line in text_table(entries)]
         if self.endpoint is not None:
             lines.append("# other machines have the same, with their is_host, address, interface")
         words = masked(["torchrun", *self.torchrun(), *command])
@@ -178,13 +176,11 @@ def make_plan(
         is_alone = given.own_rendezvous == "standalone"
         return _on_loopback(plan, given, network, variables) if is_alone else plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
-    if nodes is None and job.environment != "local":
-        raise ConfigError(
-            "--nnodes",
-            None,
-            f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
-            "train on this machine only with `--environment local`",
-        )
+    problem = (
+        f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
+        "train on this machine only with `--environment local`"
+    )
+    require(nodes is not None or job.environment == "local", "--nnodes", None, problem)
     one = nodes in (None, 1)
     # With port 0, torchrun uses any free port.
     if one and (given.rdzv_endpoint is None or given.rdzv_endpoint.strip().endswith(":0")):
@@ -322,11 +318,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     """
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]+))?", endpoint.strip())
     if parts is None or not 0 < int(parts[3] or 1) < 2**16:
-        raise ConfigError(
-            "--rdzv-endpoint",
-            endpoint,
-            "must be HOST, HOST:PORT or [IPV6]:PORT of the first machine",
-        )
+        problem = "must be HOST, HOST:PORT or [IPV6]:PORT of the first machine"
+        raise ConfigError("--rdzv-endpoint", endpoint, problem)
     return parts[1] or parts[2], int(parts[3]) if parts[3] else None
 
 

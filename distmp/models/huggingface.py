@@ -246,11 +246,8 @@ def _read_config(path: Path, options: Mapping[str, Any]) -> Any:
     )
     for option in unused:
         known = [key for key in config.to_dict() if not key.startswith("_")]
-        raise ConfigError(
-            f"model.options.{option}",
-            options.get(option),
-            f"{type(config).__name__} has no such value; {nearest(option, known)}",
-        )
+        problem = f"{type(config).__name__} has no such value; {nearest(option, known)}"
+        raise ConfigError(f"model.options.{option}", options.get(option), problem)
     return config
 
 

@@ -75,20 +75,18 @@ class TransformerConfig:
             counts = name not in ("rotary_base", "norm_epsilon")
             if counts and type(value) is int and not 1 <= value <= most:
                 raise ConfigError(f"model.options.{name}", value, f"must be from 1 to {most:,}")
-        if self.dimension % (2 * self.heads):
-            raise ConfigError(
-                "model.options.heads",
-                self.heads,
-                f"does not divide model.options.dimension = {self.dimension} into heads of even "
-                "width, which rotary embeddings need",
-            )
-        if self.heads % self.groups:
-            raise ConfigError(
-                "model.options.key_value_heads",
-                self.key_value_heads,
-                f"does not divide model.options.heads = {self.heads}; each head of keys and values "
-                "serves the same number of heads",
-            )
+        problem = (
+            f"does not divide model.options.dimension = {self.dimension} into heads of even width, "
+            "which rotary embeddings need"
+        )
+        valid = self.dimension % (2 * self.heads) == 0
+        require(valid, "model.options.heads", self.heads, problem)
+        problem = (
+            f"does not divide model.options.heads = {self.heads}; each head of keys and values "
+            "serves the same number of heads"
+        )
+        valid = self.heads % self.groups == 0
+        require(valid, "model.options.key_value_heads", self.key_value_heads, problem)
         # FP32, in which angles and norms are computed, has no larger base.
         base, hint = self.rotary_base, "use a number from 1 to 1e38"
         require(1 <= base <= 1e38, "model.options.rotary_base", base, hint)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.masking import masked, masked_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.imports import load_object, require_package
@@ -116,10 +116,8 @@ def find(name: str) -> type[GeneralTracker]:
 
     if ":" in name:
         loaded = load_object("log.trackers", name)
-        if not (inspect.isclass(loaded) and issubclass(loaded, GeneralTracker)):
-            raise ConfigError(
-                "log.trackers", name, "must be a subclass of accelerate's GeneralTracker"
-            )
+        valid = inspect.isclass(loaded) and issubclass(loaded, GeneralTracker)
+        require(valid, "log.trackers", name, "must be a subclass of accelerate's GeneralTracker")
         return loaded
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError("log.trackers", name, nearest(name, LOGGER_TYPE_TO_CLASS))

@@ -93,7 +93,7 @@ def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = configured_weights(config.model)
-    if weights is not None and weights.may_have_more:
+    if weights is not None and weights.name is not None:
         model, weights = _with_weights(model, weights, config.model, quiet=world.rank != 0)
     if config.model.peft is not None:
         adapters.add_adapters(model, config.model.peft, config.seed)
@@ -114,19 +114,14 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
     """
     size = config.batch.global_batch_size
     samples = None if is_stream(datasets.train) else len(datasets.train)
-    require(
-        samples is None or samples >= size,
-        "batch.global_batch_size",
-        size,
+    problem = (
         f"is more than the {samples} samples of the training data, so a step would repeat samples; "
-        "use a smaller batch, or more data",
+        "use a smaller batch, or more data"
     )
-    require(
-        config.validation.every == 0 or datasets.validation is not None,
-        "validation.every",
-        config.validation.every,
-        "needs held-out data; set it to 0, or return a dataset for the split 'validation'",
-    )
+    require(samples is None or samples >= size, "batch.global_batch_size", size, problem)
+    every, is_held_out = config.validation.every, datasets.validation is not None
+    problem = "needs held-out data; set it to 0, or return a dataset for the split 'validation'"
+    require(every == 0 or is_held_out, "validation.every", every, problem)
     if samples is not None and config.data.is_import_path and config.model.loss == "next_token":
         with generators_kept():
             first = SeededMicrobatches(datasets.train, config.seed, list).sample(0, 0)
@@ -274,21 +269,10 @@ def training_batches(
     config: RunConfig, parts: ModelAndData, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
-    batch = config.batch
-    division = Division(
-        progress.samples,
-        batch.global_batch_size,
-        batch.microbatch_size,
-        world.rank,
-        world.world_size,
-    )
-    all_steps = steps(
-        parts.datasets.train,
-        division,
-        world,
-        seed=config.seed,
-        workers=config.data.workers,
-    )
+    sizes = config.batch.global_batch_size, config.batch.microbatch_size
+    division = Division(progress.samples, *sizes, world.rank, world.world_size)
+    data, workers = parts.datasets.train, config.data.workers
+    all_steps = steps(data, division, world, seed=config.seed, workers=workers)
     with closing(all_steps):
         for step in all_steps:
             yield step.microbatches

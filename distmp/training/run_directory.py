@@ -5,16 +5,15 @@ Its manifest has an entry for each start, with code, settings, machines and proc
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import logging
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from distmp.errors import ConfigError, DistmpError
 from distmp.masking import masked
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import PRIVATE, replacing
+from distmp.utils.processes import output_of
 
 logger = logging.getLogger("distmp")
 
@@ -74,9 +74,8 @@ def check_saves(checkpoints: Path) -> None:
         if isinstance(checkpoints, Path) and not os.access(checkpoints, os.W_OK):
             raise OSError("it is read-only")
     except OSError as error:
-        raise ConfigError(
-            "checkpoint.path", str(checkpoints), f"cannot be written to: {error}"
-        ) from error
+        problem = f"cannot be written to: {error}"
+        raise ConfigError("checkpoint.path", str(checkpoints), problem) from error
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
@@ -231,19 +230,11 @@ def revision(directory: Path) -> dict[str, Any] | None:
     Args:
         directory: A directory of the repository.
     """
-    if (commit := _git(directory, "rev-parse", "HEAD")) is None:
+    git = partial(output_of, "git", "-C", str(directory), seconds=_GIT_SECONDS)
+    if (commit := git("rev-parse", "HEAD")) is None:
         return None
-    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(directory), *arguments]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
-        if result.returncode == 0:
-            return result.stdout.strip()
-    return None
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "dirty": None if status is None else bool(status.strip())}
 
 
 def append_start(path: Path, start: Mapping[str, Any]) -> None:

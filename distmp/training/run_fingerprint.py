@@ -15,7 +15,7 @@ from torch import nn
 from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, identity
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.masking import masked
 from distmp.models import adapters, huggingface_files
 from distmp.models.architecture import architecture
@@ -87,15 +87,13 @@ class Changes:
         Raises:
             ConfigError: One message with all dangerous changes.
         """
-        if self.dangerous:
-            listed = "".join(f"\n  {line}" for line in self.dangerous.values())
-            raise ConfigError(
-                "resume",
-                checkpoint,
-                f"belongs to another run:{listed}\n"
-                "Restore these values, or set resume_force to true to resume anyway. A new run can "
-                "start from its weights: distmp export, then model.weights.",
-            )
+        listed = "".join(f"\n  {line}" for line in self.dangerous.values())
+        problem = (
+            f"belongs to another run:{listed}\n"
+            "Restore these values, or set resume_force to true to resume anyway. A new run can "
+            "start from its weights: distmp export, then model.weights."
+        )
+        require(not self.dangerous, "resume", checkpoint, problem)
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from distmp.config import Config, RunConfig
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.parallel.fsdp_setup import check_shapes, least_free_bytes, shard_size
 from distmp.parallel.replicated import check_buckets
 from distmp.precision import PrecisionPolicy, resolve
@@ -68,10 +68,9 @@ def _check(
         check_buckets(policy, settings)
         return
     of_a_machine = option == "hsdp" and config.sharding.shard_size is None
-    if of_a_machine and shard_size(config.sharding, world) in (1, world.world_size):
-        raise ConfigError(
-            "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
-        )
+    valid = not of_a_machine or 1 < shard_size(config.sharding, world) < world.world_size
+    hint = "needs several machines with several ranks each; use fsdp"
+    require(valid, "strategy", "hsdp", hint)
     check_shapes(parts.model, option)
 
 

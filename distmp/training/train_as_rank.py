@@ -57,7 +57,9 @@ def train_as_rank(
                 failures.wait_to_be_ended()
         return given_up
     config = restarts.configuration(config, environment.rank)
-    log.start(_header(environment))
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
+    log.start(f"--- {now}: {who}, pid {os.getpid()}")
     quiet = environment.rank != 0
     stop = until_reported.enter_context(StopSignals())
     with contextlib.closing(Console(config.log, quiet=quiet, log=log)) as console:
@@ -106,9 +108,3 @@ def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> 
     for line in report:
         console.message(f"preflight: {line}")
     return world
-
-
-def _header(environment: RankEnvironment) -> str:
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
-    return f"--- {now}: {who}, pid {os.getpid()}"

@@ -103,9 +103,8 @@ def visible_files(
     """
 
     def unreadable(error: OSError) -> None:
-        raise ConfigError(
-            setting, str(directory), f"cannot list {error.filename}: {error.strerror}"
-        ) from error
+        problem = f"cannot list {error.filename}: {error.strerror}"
+        raise ConfigError(setting, str(directory), problem) from error
 
     for parent, directories, names in os.walk(directory, onerror=unreadable):
         directories[:] = [

@@ -56,9 +56,8 @@ def load_object(setting: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
-        raise ConfigError(
-            setting, path, f"there is no module {error.name!r} on the Python path"
-        ) from None
+        problem = f"there is no module {error.name!r} on the Python path"
+        raise ConfigError(setting, path, problem) from None
     for part in attribute.split("."):
         if not hasattr(loaded, part):
             hint = did_you_mean(part, dir(loaded))

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -102,6 +103,16 @@ def holds_within(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def output_of(*command: str, seconds: float) -> str | None:
+    """Return the output of a program; None if it is missing, fails or takes too long."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+        )
+        return done.stdout if done.returncode == 0 else None
+    return None
 
 
 _PR_SET_PDEATHSIG = 1

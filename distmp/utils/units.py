@@ -56,7 +56,7 @@ def scale_text(scale: float) -> str:
     return f"{scale:.4g}"
 
 
-def text_table(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
+def text_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
     """Yield the lines of a table.
 
     Args:

@@ -310,12 +310,11 @@ def measure(
 
 def _held_out(config: CalibrationConfig, parts: ModelAndData, engine: Engine) -> dict[str, float]:
     """Return loss and metrics on held-out samples, the same under every policy and seed."""
-    assert parts.datasets.validation is not None  # see `compare`
-    batches = evaluation_batches(
-        parts.datasets.validation,
-        config.validation.samples,
-        config.batch.microbatch_size,
-        engine.world,
-    )
-    loss, values = engine.evaluate_metrics(batches, find_metrics(config.compared_metrics))
+    data, samples = parts.datasets.validation, config.validation.samples
+    assert data is not None  # see `compare`
+    batches = evaluation_batches(data, samples, config.batch.microbatch_size, engine.world)
+    # Accuracy, if tokens are predicted and no metrics are configured.
+    tokens = config.model.loss == "next_token" and not config.data.is_import_path
+    metrics = config.validation.metrics or ({"accuracy": "accuracy"} if tokens else {})
+    loss, values = engine.evaluate_metrics(batches, find_metrics(metrics))
     return {"loss": loss, **values}

@@ -55,12 +55,6 @@ class CalibrationConfig(RunConfig):
         hint = "use a number between 0 and 1"
         require(0 < self.tolerance < 1, "tolerance", self.tolerance, hint)
 
-    @property
-    def compared_metrics(self) -> dict[str, str]:
-        """The metrics of `validation.metrics`; accuracy if it is empty and tokens are predicted."""
-        tokens = self.model.loss == "next_token" and not self.data.is_import_path
-        return self.validation.metrics or ({"accuracy": "accuracy"} if tokens else {})
-
     def check_names(self) -> None:
         """Look up what the settings name, and the policies."""
         super().check_names()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distmp.config import RunConfig
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.launcher.local import default_ranks
 
 # Most machines for training have 8 GPUs.
@@ -70,11 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ranks_per_machine(world_size: int, requested: int | None) -> int:
     if requested is None:
         return max(number for number in range(1, USUAL_RANKS + 1) if world_size % number == 0)
-    if world_size % requested:
-        raise ConfigError(
-            "ranks_per_machine",
-            requested,
-            f"does not divide the {world_size} ranks; use a divisor, because all machines have the "
-            "same number of ranks",
-        )
+    problem = (
+        f"does not divide the {world_size} ranks; use a divisor, because all machines have the "
+        "same number of ranks"
+    )
+    require(world_size % requested == 0, "ranks_per_machine", requested, problem)
     return requested

@@ -202,11 +202,8 @@ def _missing_values_refused() -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     ) as error:
-        raise ConfigError(
-            "model.name",
-            "the model or its loss",
-            f"cannot be traced without the values of its tensors, at the operation {error.func}",
-        ) from error
+        cause = f"cannot be traced without the values of its tensors, at the operation {error.func}"
+        raise ConfigError("model.name", "the model or its loss", cause) from error
     except RuntimeError as error:
         if "Uninitialized" not in str(error):
             raise

@@ -75,7 +75,10 @@ def expected_groups(
     Raises:
         ConfigError: If the policy has low-precision matmuls and does not fit the model.
     """
-    low_precision = _in_low_precision(model, policy, wrap)
+    low_precision: set[int] = set()
+    if policy.has_low_precision_matmuls:
+        selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
+        low_precision = set(map(id, selection.low_precision.values()))
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
@@ -89,14 +92,6 @@ def expected_groups(
         count = sum(value.numel() for value in own)
         groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
     return list(groups.values())
-
-
-def _in_low_precision(model: nn.Module, policy: PrecisionPolicy, wrap: Sequence[str]) -> set[int]:
-    """Return the `id` of each linear layer with low-precision matmuls."""
-    if not policy.has_low_precision_matmuls:
-        return set()
-    selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
-    return {id(part) for part in selection.low_precision.values()}
 
 
 def _group(

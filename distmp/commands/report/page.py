@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distmp import __version__
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.models.settings import EMA_PREFIX
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training.run_directory import RunDirectory, read_starts
@@ -57,15 +57,9 @@ class RecordedRun:
         """
         directory = RunDirectory(path)
         records = read_records(directory.records) if os.path.isfile(directory.records) else []
-        if not records:
-            raise ConfigError(
-                "run_dir",
-                str(path),
-                f"contains no step; {directory.records.name} is missing or empty",
-            )
-        config: dict[str, object] = {}
-        if directory.config.is_file():
-            config = flat(read_yaml(directory.config))
+        problem = f"contains no step; {directory.records.name} is missing or empty"
+        require(len(records) > 0, "run_dir", str(path), problem)
+        config = flat(read_yaml(directory.config)) if directory.config.is_file() else {}
         environment: dict[str, str] = {}
         if directory.manifest.is_file():
             last = dict(read_starts(directory.manifest)[-1])

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, nearest, require
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -55,13 +55,10 @@ def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
     callbacks = []
     for entry in entries:
         callback = find_callback(entry)(**entry.options)
-        if not isinstance(callback, Callback):
-            raise ConfigError(
-                "callbacks",
-                entry.name,
-                f"returned a {type(callback).__name__}; return a "
-                "distmp.training.callbacks.Callback",
-            )
+        problem = (
+            f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback"
+        )
+        require(isinstance(callback, Callback), "callbacks", entry.name, problem)
         callbacks.append(callback)
     return callbacks
 
@@ -88,11 +85,8 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
                 inspect.signature(hook).bind(*positional, **keywords)
             except TypeError:
                 listed = ", ".join(parameter.name for parameter in parameters)
-                raise ConfigError(
-                    "callbacks",
-                    type(callback).__name__,
-                    f"its {name} has other parameters; define {name}(self, {listed})",
-                ) from None
+                problem = f"its {name} has other parameters; define {name}(self, {listed})"
+                raise ConfigError("callbacks", type(callback).__name__, problem) from None
 
 
 def _check_names(callback: Callback) -> None:

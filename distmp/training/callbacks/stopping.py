@@ -96,7 +96,6 @@ class EarlyStopping(Callback):
     def __init__(self, config: RunConfig, checkpointing: Checkpointing) -> None:
         self._checkpointing = checkpointing
         self._config = config.early_stopping
-        self._maximizes = self._config.maximizes
         self._final_counts = config.validation.final_samples == config.validation.samples
         self._best: float | None = None
         self._best_step = 0
@@ -156,7 +155,7 @@ class EarlyStopping(Callback):
         """Return whether a value is better than the best one; NaN never is."""
         if self._best is None:
             return value == value
-        gain = value - self._best if self._maximizes else self._best - value
+        gain = value - self._best if self._config.maximizes else self._best - value
         return gain > self._config.min_delta
 
     def _finish_if_out_of_patience(self, trainer: TrainingLoop) -> None:

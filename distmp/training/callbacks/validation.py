@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from distmp.checkpoint.writer import CheckpointWriter
@@ -16,6 +17,9 @@ from distmp.models.metrics import find_metrics
 from distmp.models.settings import EMA_PREFIX, PERPLEXITY
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 from distmp.training.run import Run
+
+# `math.exp` raises an error for larger numbers.
+_LARGEST_LOGARITHM = math.log(sys.float_info.max)
 
 
 class Ema(Callback):
@@ -150,14 +154,8 @@ class Validation(Callback):
 
     def _with_perplexity(self, found: Evaluation) -> dict[str, float]:
         """Return all metrics in the order of the settings."""
+        perplexity = math.inf if found.loss > _LARGEST_LOGARITHM else math.exp(found.loss)
         return {
-            name: _perplexity(found.loss) if path == PERPLEXITY else found.metrics[name]
+            name: perplexity if path == PERPLEXITY else found.metrics[name]
             for name, path in self._settings.metrics.items()
         }
-
-
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

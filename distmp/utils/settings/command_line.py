@@ -105,11 +105,8 @@ def _options(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _belongs_to_no_option(word: str) -> ConfigError:
-    return ConfigError(
-        "command line",
-        word,
-        "belongs to no option; write options as --name value, switches as --name or --no-name",
-    )
+    hint = "belongs to no option; write options as --name value, switches as --name or --no-name"
+    return ConfigError("command line", word, hint)
 
 
 def _set(values: dict[str, Any], setting: str, value: Any) -> None:
