@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, TypeGuard
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -173,10 +173,10 @@ def global_mean(
     different samples. That includes the ranks of a context-parallel dimension that the wrapper
     reduces over, and counts tensor-parallel ranks once.
 
-    Every rank calls it equally often in a step: a rank with fewer microbatches also for some whose
-    loss sum is 0, one without tokens with weight 0. A call takes one all-reduce of four numbers per
-    dimension of the data-parallel mesh; the host does not wait for the device. Do not divide the
-    loss again, neither by the number of ranks nor by that of microbatches. A loss scale may
+    Every rank calls it equally often in a step: a rank with fewer microbatches passes additional
+    ones with loss sum 0, one without tokens weight 0. A call takes one all-reduce of four numbers
+    per dimension of the data-parallel mesh; the host does not wait for the device. Do not divide
+    the loss again, neither by the number of ranks nor by that of microbatches. A loss scale may
     multiply it.
 
     Args:
@@ -240,7 +240,7 @@ def global_mean(
         dist.all_reduce(sums, group=each)
     # Otherwise, this all-reduce would soon meet one of gradients. On a GPU, the host would wait.
     if sums.device.type == "cpu" and counts.differs(sums[2:]):
-        problem = "differs between ranks; give ranks with fewer some whose loss sum is 0"
+        problem = "differs between ranks; ranks with fewer need additional ones with loss sum 0"
         raise ConfigError("microbatches", microbatches, problem)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
@@ -324,8 +324,21 @@ def warn_about_mean(
         )
 
 
-# Versions of the parameters of a module in its latest step, and weights of the first microbatch.
-_first_weights: WeakKeyDictionary[nn.Module, tuple[list[int], set[float]]] = WeakKeyDictionary()
+class _FirstMicrobatch(NamedTuple):
+    """The first microbatch of the latest step of a module.
+
+    Attributes:
+        parameters: The parameters of the module. A walk through its parts takes long.
+        writes: How often they were written to.
+        weights: The weights of its losses.
+    """
+
+    parameters: WeakSet[nn.Parameter]
+    writes: int
+    weights: set[float]
+
+
+_first_microbatches: WeakKeyDictionary[nn.Module, _FirstMicrobatch] = WeakKeyDictionary()
 
 
 def _warn_about_parts(module: nn.Module, weight: Tensor | float, microbatches: int) -> None:
@@ -335,15 +348,19 @@ def _warn_about_parts(module: nn.Module, weight: Tensor | float, microbatches: i
     """
     if microbatches == 1 or not torch.is_grad_enabled() or _is_on_device(weight):
         return
-    parameters, weight = [*module.parameters()], float(weight)
-    versions = version_counters(parameters)
-    known, weights = _first_weights.get(module, ([], {weight}))
-    if versions != known:  # the optimizer has stepped
-        weights = {weight}
-    elif weight not in weights and any(parameter.grad is not None for parameter in parameters):
-        problem = "differs from the first microbatch of this step; pass that of all microbatches"
-        warnings.warn(f"weight = {weight:g}: {problem}", RuntimeWarning, stacklevel=3)
-    _first_weights[module] = versions, weights | {weight}
+    first, weight = _first_microbatches.get(module), float(weight)
+    if first is None or first.writes != sum(version_counters(first.parameters)):
+        # The first step, or the optimizer has stepped.
+        parameters = WeakSet(module.parameters())
+        writes = sum(version_counters(parameters))
+        _first_microbatches[module] = _FirstMicrobatch(parameters, writes, {weight})
+    elif weight not in first.weights:
+        first.weights.add(weight)
+        if any(parameter.grad is not None for parameter in first.parameters):
+            problem = (
+                "differs from the first microbatch of this step; pass that of all microbatches"
+            )
+            warnings.warn(f"weight = {weight:g}: {problem}", RuntimeWarning, stacklevel=3)
 
 
 def _is_on_device(weight: Tensor | float) -> bool:

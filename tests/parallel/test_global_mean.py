@@ -354,7 +354,10 @@ def test_different_numbers_of_microbatches_are_refused_on_all_ranks() -> None:
     count = 2 + dist.get_rank()
     with wrapped.no_sync():
         message = refused(module=wrapped, microbatches=count)
-    assert f"microbatches = {count}: differs between ranks; give ranks with fewer some" in message
+    assert (
+        f"microbatches = {count}: differs between ranks; ranks with fewer need additional ones"
+        in message
+    )
 
 
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
