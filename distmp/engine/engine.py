@@ -122,9 +122,9 @@ class Engine:
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._first_step = FirstStep(setup)
-        # Several, because another optimizer may accumulate gradients.
-        watched = 16 * config.first_step_checks
-        self._other_optimizer = OtherOptimizer(setup.updates.tensors.versions, watched)
+        self._other_optimizer = OtherOptimizer(
+            setup.updates.tensors.versions, is_active=config.first_step_checks
+        )
         if config.first_step_checks:
             setup.strategy.watch_copies()
         self.batches = LatestBatches(

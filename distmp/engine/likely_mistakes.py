@@ -96,6 +96,8 @@ class FirstStep:
         return bool(largest == -smallest)
 
 
+# Several, because another optimizer may accumulate gradients.
+_WATCHED_STEPS = 16
 TRAINED_TWICE = (
     "weights were written to before several of the first steps, as by another optimizer's step(), "
     "which trains them twice: remove it and its zero_grad(), which engine.step replaces; "
@@ -104,15 +106,17 @@ TRAINED_TWICE = (
 
 
 class OtherOptimizer:
-    """Finds an optimizer that steps the weights, too, between steps of the engine.
+    """Finds a second optimizer that updates the weights between steps of the engine.
 
     Args:
         versions: Returns how often weights were written to, by any code.
-        steps: Number of steps that are watched.
+        is_active: Whether to watch the first steps.
     """
 
-    def __init__(self, versions: Callable[[], int], steps: int) -> None:
-        self._versions, self._left, self._writes = versions, steps, 0
+    def __init__(self, versions: Callable[[], int], *, is_active: bool) -> None:
+        self._versions = versions
+        self._left = _WATCHED_STEPS if is_active else 0
+        self._writes = 0
         self._version: int | None = None
 
     def accept_writes(self) -> None:

@@ -184,12 +184,12 @@ def _check_embeddings(module: nn.Module) -> None:
         ConfigError: Naming the first one.
     """
     for name, part in module.named_modules():
-        max_norm = part.max_norm if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
-        problem = (
-            f"has max_norm={max_norm}, which would change other rows on each rank; "
-            "normalize what it returns instead"
-        )
-        require(max_norm is None, "model", name, problem)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            problem = (
+                f"has max_norm={part.max_norm}, which would change other rows on each rank; "
+                "normalize what it returns instead"
+            )
+            require(part.max_norm is None, "model", name, problem)
 
 
 def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:

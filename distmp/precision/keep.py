@@ -242,37 +242,36 @@ def refuse_pickling(*_: object) -> NoReturn:
     )
 
 
-class OutputCast:
-    """A forward hook that casts outputs; modules with it can be copied, but not pickled."""
+class CastHook:
+    """A hook that casts inputs or outputs; modules with it can be copied, but not pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._cast = floating_point_cast(dtype)
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the outputs of the module, cast."""
-        return map_tensors(self._cast, output)
-
-    def __deepcopy__(self, memo: object) -> OutputCast:
+    def __deepcopy__(self, memo: object) -> CastHook:
         return self
 
     __reduce_ex__ = refuse_pickling
 
 
-class _InputCast(OutputCast):
-    """A forward pre-hook that casts inputs."""
-
+class _InputCast(CastHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
 
 
+class _OutputCast(CastHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(self._cast, output)
+
+
 def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     """Register a hook that casts floating-point outputs of a module."""
-    module.register_forward_hook(OutputCast(dtype))
+    module.register_forward_hook(_OutputCast(dtype))
 
 
 def is_prepared(module: nn.Module) -> bool:
     """Return whether a policy was applied to a module, or to the module that it is a copy of."""
-    return any(isinstance(hook, OutputCast) for hook in module._forward_hooks.values())
+    return any(isinstance(hook, CastHook) for hook in module._forward_hooks.values())
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distmp.errors import ConfigError, require
+from distmp.errors import ConfigError
 from distmp.precision.keep import matching_modules, modules_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.operands import BLOCK_SIZES
@@ -51,8 +51,9 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
             reasons.setdefault(name, f"hp={pattern}")
     linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     low_precision = {name: part for name, part in linear.items() if name not in reasons}
-    problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
-    require(bool(low_precision), "precision.policy", policy.name, problem)
+    if not low_precision:
+        problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
+        raise ConfigError("precision.policy", policy.name, problem)
     high_precision = {name: reasons[name] for name in linear if name in reasons}
     return Selection(low_precision, high_precision)
 

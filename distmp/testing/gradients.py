@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
-from distmp.precision.keep import OutputCast
+from distmp.precision.keep import CastHook
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
@@ -164,7 +164,7 @@ def plain_model(
             vars(part).update(training=mode, _compiled_call_impl=None)
             for key in () if casts else ("_forward_pre_hooks", "_forward_hooks"):
                 items = vars(part)[key].items()
-                vars(part)[key] = OrderedDict(i for i in items if not isinstance(i[1], OutputCast))
+                vars(part)[key] = OrderedDict(i for i in items if not isinstance(i[1], CastHook))
             if isinstance(part, FSDPModule) or hasattr(part, "ds_id"):
                 hooks = [key for key in vars(part) if key.endswith("_hooks")]
                 vars(part).update({key: OrderedDict() for key in hooks})
