@@ -190,7 +190,7 @@ class CompletedSteps:
             )
 
     def log_skip(self, outcome: StepOutcome) -> None:
-        """Log on rank 0 that a step was skipped, was a spike, or dropped microbatches; waits."""
+        """Log on rank 0 a skipped step, a spike or dropped microbatches; waits for the step."""
         message = self._skips.message(outcome)
         if message is not None and self._parts.setup.world.rank == 0:
             logger.warning(message)

@@ -165,7 +165,7 @@ class EngineParts:
         )
 
     def accept_equal_writes(self) -> None:
-        """Count writes to weights from 0 on if all ranks have the same weights, without shards."""
+        """Reset the number of writes to weights if all ranks hold equal weights."""
         ranks, updates = self.setup.world.ranks, self.setup.updates
         if len({*ranks.gather(updates.tensors.writes())}) == 1:
             return

@@ -44,9 +44,9 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 # ## Two ranks with two microbatches each
 #
 # Each list has the numbers of tokens of the microbatches of one rank. Change them: with equal
-# numbers, the error is zero up to rounding. Each list more is a rank more. All ranks need the same
-# number of microbatches; give a rank with fewer some of 0 tokens. A token is a character of the
-# text.
+# numbers, the error is zero up to rounding. An additional list adds a rank. All ranks need the same
+# number of microbatches; a rank with fewer gets additional ones of 0 tokens. A token is a character
+# of the text.
 
 # %%
 TOKENS = [[60, 12], [48, 20]]

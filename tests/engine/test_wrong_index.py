@@ -44,7 +44,7 @@ def test_label_out_of_range_names_step_ranges_and_line() -> None:
     assert rest[2].startswith(f"it was raised in {__file__}:")
 
 
-def test_model_without_embeddings_has_no_rows() -> None:
+def test_index_error_without_embeddings_names_no_rows() -> None:
     def classified(model: nn.Module, labels: Tensor) -> tuple[Tensor, int]:
         return F.cross_entropy(model(torch.ones(2, 4)), labels, reduction="sum"), 2
 
