@@ -156,9 +156,16 @@ def _declare_something_else(path: Path) -> None:
     rewrite(path, index)
 
 
+def _declare_text_as_dtype(path: Path) -> None:
+    index = read_index(path)
+    index.state_dict_metadata["torch.bool"].properties.dtype = "text"  # type: ignore[union-attr]
+    rewrite(path, index)
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
+        (_declare_text_as_dtype, "'torch.bool' has the dtype 'text'"),
         (_declare_something_else, "'torch.bool' is not a tensor"),
         (_truncate_index, "cannot be used"),
         (lambda path: rewrite(path, {"a": 1}), "it holds a dict"),

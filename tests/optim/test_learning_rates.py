@@ -105,6 +105,13 @@ def test_finite_schedule_is_usable_up_to_its_end() -> None:
             reference.step()
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_rate_beyond_fp32_is_refused(on_device: bool) -> None:
+    message = r"\[1\]\['lr'\] = 1e\+39: use .* in the range of FP32"
+    with pytest.raises(ConfigError, match=message):
+        LearningRates(make_optimizer(0.8, 1e39), halving, CPU, on_device=on_device)
+
+
 # Rates that the user sets
 
 

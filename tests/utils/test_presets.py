@@ -70,5 +70,10 @@ def test_preset_name_without_prefix_is_suggested(path: str, cwd: Path) -> None:
     assert load(["--config", path]).seed == 7
 
 
+def test_path_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(File name too long"):
+        load(["--config", 5000 * "x"])
+
+
 def test_other_paths_are_unchanged() -> None:
     assert located("--config", "x/preset:quickstart") == "x/preset:quickstart"
