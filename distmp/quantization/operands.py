@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -56,6 +58,11 @@ class NumberFormat(NamedTuple):
         """Magnitude from which values saturate: halfway to the number after `largest`."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - self.mantissa_bits - 2)
 
+    @property
+    def largest_bits(self) -> int:
+        """Bits of `largest` as an FP32 value."""
+        return int.from_bytes(struct.pack(">f", self.largest), "big")
+
 
 FORMATS = {
     "e4m3": NumberFormat(3, -6, 448.0, torch.float8_e4m3fn),
@@ -79,7 +86,8 @@ def round_to_nearest(values: Tensor, number_format: NumberFormat) -> Tensor:
     # The sum with 1.5 * 2^(e + 23 - m) keeps m bits of the mantissa, and the processor rounds it to
     # nearest even. e is the exponent of the value, or that of the smallest normal number.
     shift = (_MANTISSA_WIDTH - number_format.mantissa_bits) << _MANTISSA_WIDTH
-    offset = (exponents + shift).view(torch.float32) * 1.5
+    half = 1 << (_MANTISSA_WIDTH - 1)
+    offset = (exponents + (shift + half)).view(torch.float32)
     return _like(values, (limited + offset) - offset)
 
 
@@ -125,13 +133,15 @@ def power_of_two_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
         number_format: The format.
 
     Returns:
-        FP32 of the same shape, from 2^-126 to 2^127.
+        FP32 of the same shape, at least 2^-126.
     """
-    mantissa, exponent = torch.frexp(largest)
-    limit_mantissa, limit_exponent = math.frexp(number_format.largest)
-    power = exponent - limit_exponent + (mantissa > limit_mantissa).to(torch.int32)
-    scales = ((power.clamp(-126, 127) + _BIAS) << _MANTISSA_WIDTH).view(torch.float32)
-    return torch.where((largest > 0) & largest.isfinite(), scales, 1.0)
+    bits = largest.view(torch.int32)
+    # Divide by `number_format.largest` in the exponent, and round up: a mantissa above its own
+    # carries into the exponent.
+    round_up = (1 << _MANTISSA_WIDTH) - 1 - number_format.largest_bits
+    scales = (bits + (round_up + (_BIAS << _MANTISSA_WIDTH))).clamp(min=1 << _MANTISSA_WIDTH)
+    scales = (scales & _EXPONENT_BITS).view(torch.float32)
+    return torch.where((bits > 0) & (bits < _EXPONENT_BITS), scales, 1.0)
 
 
 # Statistics of each operand: the largest magnitude, and the numbers of values that are saturated or
@@ -153,19 +163,21 @@ class LayerCounts:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
+        # Views of each number, made once.
+        self.rows = [row.unbind() for row in values.unbind()]
         number = next(_NUMBERS)
         self.number = torch.tensor(number)
         _BY_NUMBER[number] = self
 
     def of(self, operand: int) -> Counts:
         """Return the entry for the statistics of an operand."""
-        return Counts(self.number, operand)
+        return Counts(self, operand)
 
 
 class Counts(NamedTuple):
-    """Entry for the statistics of an operand: the number of a layer, int64, and a row."""
+    """Entry for the statistics of an operand: the statistics of a layer, and a row of them."""
 
-    number: Tensor
+    layer: LayerCounts
     operand: int
 
     def add(
@@ -188,33 +200,44 @@ class Counts(NamedTuple):
         Returns:
             `scales`, or a copy.
         """
-        saturated = ~(scaled.abs() < number_format.saturates_from)
-        underflowed = (scaled != 0).sum() - (values != 0).sum()
+        saturated = (~(scaled.abs() < number_format.saturates_from)).sum(dtype=torch.float64)
+        underflowed = scaled.logical_xor(values).sum(dtype=torch.float64)
         highest = largest.amax() if largest.numel() else largest.new_zeros(())
-        sums = torch.stack([highest.double(), saturated.sum().double(), underflowed.double()])
+        sums = (highest, saturated, underflowed, values.numel())
         if torch.compiler.is_compiling():
-            return _add(scales, sums, values.numel(), self.number, self.operand)
-        _add_to(_BY_NUMBER[int(self.number)].values[self.operand], sums, values.numel())
+            return _add(scales, *sums, self.layer.number, self.operand)
+        _add_to(self.layer.rows[self.operand], *sums)
         return scales
 
 
 @torch.library.custom_op("distmp::add_statistics", mutates_args=())
-def _add(scales: Tensor, sums: Tensor, elements: int, number: Tensor, operand: int) -> Tensor:
-    counts = _BY_NUMBER.get(int(number))
-    if counts is not None:
-        _add_to(counts.values[operand], sums, elements)
+def _add(
+    scales: Tensor,
+    highest: Tensor,
+    saturated: Tensor,
+    underflowed: Tensor,
+    elements: int,
+    number: Tensor,
+    operand: int,
+) -> Tensor:
+    layer = _BY_NUMBER.get(int(number))
+    if layer is not None:
+        _add_to(layer.rows[operand], highest, saturated, underflowed, elements)
     return scales.clone()
 
 
 @_add.register_fake
-def _(scales: Tensor, sums: Tensor, elements: int, number: Tensor, operand: int) -> Tensor:
+def _(scales: Tensor, *_: object) -> Tensor:
     return torch.empty_like(scales)
 
 
-def _add_to(row: Tensor, sums: Tensor, elements: int) -> None:
-    torch.maximum(row[0], sums[0], out=row[0])
-    row[1:3] += sums[1:]
-    row[3] += elements
+def _add_to(
+    row: Sequence[Tensor], highest: Tensor, saturated: Tensor, underflowed: Tensor, elements: int
+) -> None:
+    row[0].clamp_(min=highest)
+    row[1].add_(saturated)
+    row[2].add_(underflowed)
+    row[3].add_(elements)
 
 
 BLOCK_SIZES = {"block32": 32, "block16": 16}
