@@ -29,7 +29,8 @@ BESIDE_OTHERS = {
 
 def documented() -> Iterator[str]:
     """Yield the import path of each class and function, and of each module with all members."""
-    for kind, path, options in DIRECTIVE.findall((ROOT / "docs" / "api.md").read_text()):
+    text = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("api-*.md")))
+    for kind, path, options in DIRECTIVE.findall(text):
         members = re.search(r":members: (.+)", options)
         if kind == "module" and members:
             yield from (f"{path}.{name}" for name in members[1].split(", "))

@@ -37,9 +37,9 @@ def test_figures_agree_with_results(page: Path) -> None:
     assert with_figures(page.read_text()) == page.read_text()
 
 
-def test_index_lists_every_page_once() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, flags=re.DOTALL)
+def test_indexes_list_every_page_once() -> None:
+    indexes = "".join((ROOT / "docs" / name).read_text() for name in ("index.md", "api.md"))
+    trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", indexes, flags=re.DOTALL)
     listed = "".join(trees).split()
     assert len(listed) == len(set(listed))
     assert {page.stem for page in PAGES} - {"index"} <= set(listed)
