@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -371,7 +370,9 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
-    """Refuse two parameters that share memory, because they would be trained separately.
+    """Refuse a parameter that shares memory with another tensor of the model.
+
+    Another parameter would be trained separately; a buffer or an attribute would keep old values.
 
     Args:
         module: The model.
@@ -381,20 +382,37 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
     Raises:
         ConfigError: Naming the parameters.
     """
-    spans: dict[int, list[tuple[int | torch.SymInt, int | torch.SymInt, str]]] = defaultdict(list)
-    for name, parameter in module.named_parameters():
-        if parameter.numel():
-            first = parameter.storage_offset()
-            last = first + sum(
-                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
-            )
-            spans[parameter.untyped_storage()._cdata].append((first, last, name))
-    for of_storage in spans.values():
-        for (_, last, name), (first, _, other) in pairwise(sorted(of_storage)):
-            if first <= last:
+    parameters = [*module.named_parameters()]
+    of_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in (*parameters, *module.named_buffers(), *_tensor_attributes(module)):
+        if tensor.layout == torch.strided:
+            of_storage[tensor.untyped_storage()._cdata].append((name, tensor))
+    for name, parameter in parameters:
+        for other, tensor in of_storage[parameter.untyped_storage()._cdata]:
+            if tensor is not parameter and _overlap(parameter, tensor):
                 raise ConfigError(
                     setting,
                     value,
                     f"would separate {name!r} and {other!r}, which share memory; assign one "
-                    "nn.Parameter to both modules",
+                    "nn.Parameter to both modules, or make the view in forward",
                 )
+
+
+def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are neither parameters nor buffers, with their names."""
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors of one storage have elements in a common range of it."""
+    (start, end), (other_start, other_end) = _byte_range(first), _byte_range(second)
+    return start < other_end and other_start < end
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (int(last) + 1) * tensor.itemsize if tensor.numel() else start

@@ -484,13 +484,31 @@ def test_a_loss_function_that_calls_backward_is_refused(strategy: str) -> None:
 
 
 @ranks(2)
-def test_two_parameters_in_the_same_memory_are_refused() -> None:
-    for options in (
-        {"strategy": "fsdp"},
-        {"policy": "bf16"},
-        {"shard_optimizer": True},
-    ):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[1].weight.data = model[0].weight.data
-        with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight', which share memory"):
-            make_engine(model=model, **options)
+def test_a_parameter_in_the_memory_of_another_tensor_is_refused() -> None:
+    def same_parameter(model: nn.Sequential, weight: Tensor) -> str:
+        model[1].weight.data = weight
+        return "1.weight"
+
+    def view_in_buffer(model: nn.Sequential, weight: Tensor) -> str:
+        model[1].register_buffer("head", weight.t(), persistent=False)
+        return "1.head"
+
+    def row_in_attribute(model: nn.Sequential, weight: Tensor) -> str:
+        model.row = weight[2]
+        return "row"
+
+    for options in ({"strategy": "fsdp"}, {"policy": "bf16"}, {"shard_optimizer": True}):
+        for share in (same_parameter, view_in_buffer, row_in_attribute):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            other = share(model, model[0].weight.data)
+            with pytest.raises(ConfigError, match=rf"weight' and '{other}', which share memory"):
+                make_engine(model=model, **options)
+
+
+@ranks(2)
+def test_parts_of_one_allocation_are_no_shared_memory() -> None:
+    whole = torch.ones(20)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.data = whole[:16].view(4, 4)
+    model[0].bias.data = whole[16:]
+    make_engine(model=model, strategy="fsdp")
