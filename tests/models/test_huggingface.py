@@ -308,7 +308,9 @@ def test_loss_inside_agrees_with_logits(
     for found, expected in zip(*results, strict=True):
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     # A call without targets returns logits again.
-    assert model(batch["inputs"]).logits.shape == (4, 16, 300)
+    output = model(batch["inputs"])
+    assert output.logits.shape == (4, 16, 300)
+    assert output.past_key_values is None
     model.save_pretrained(tmp_path / "saved")
     assert_same_bits(AUTO.from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
 
