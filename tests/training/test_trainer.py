@@ -147,9 +147,7 @@ def test_run_starts_on_full_disk(
         fill(directory)
         assert trained(tmp_path, monkeypatch, {4: lambda: (directory / "ballast").unlink()}) == 0
         assert "config.yaml: [Errno 28]" in capsys.readouterr().out
-        assert [r.step for r in read_records(directory / "run-2" / "steps.jsonl")] == [
-            *range(1, 11)
-        ]
+        assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
 
 # What a training run prints and records about steps that overflow.
@@ -214,13 +212,15 @@ def test_run_without_targets_is_reported(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = [f"--data.source={__name__}:all_ignored"]
-    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]
+    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 1
+    output, error = capsys.readouterr()
+    lines = [line for line in output.splitlines() if " skipped: " in line]
     assert [line.split(":")[0] for line in lines] == ["step 1 skipped", "step 2 skipped"]
     assert all("the global weight is 0" in line for line in lines)
     assert ["check that batches have targets" in line for line in lines] == [True, False]
-    warning = caplog.records[-1].getMessage()
-    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in warning
+    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in error
+    assert "so start again without --resume" in error
+    assert "all 2 steps were skipped" in caplog.records[-1].getMessage()
 
 
 # When a run saves.
