@@ -79,7 +79,7 @@ class RunLease:
 
         Args:
             log: Receives a message before a wait.
-            first: Only if the directory and its checkpoints never had an owner.
+            first: Only if no other job can own the directory or its checkpoints; does not wait.
 
         Raises:
             ConfigError: If another job owns them.
@@ -226,26 +226,27 @@ class DirectoryChoice:
             ConfigError: If it cannot be created, or another job owns it.
         """
         config = self._config
-        newest = run_directory.latest_run(config.run_dir, config.checkpoint.path)
+        runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
         if self.lease is not None:
-            newest = self.lease.directory
-        if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
-            if self.lease is None:
-                self._claim(newest)
-            newest.path.mkdir(parents=True, exist_ok=True)
-            return newest
+            runs = [self.lease.directory]
+        for run in runs:
+            if checkpoint is not None and run.owns(checkpoint.path):
+                if self.lease is None:
+                    self._claim(run)
+                run.path.mkdir(parents=True, exist_ok=True)
+                return run
         before, self.lease = self.lease, None
         try:
             directory = self._create()
         finally:
             if before is not None:
                 before.release()
-        if before is not None and before.directory.records.exists():
-            earlier = before.directory
-            self._log(
-                f"warning: {earlier.path} has records of steps, but there is no checkpoint in "
-                f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
-            )
+        taken, why = Path(config.run_dir).absolute(), ""
+        if before is not None:
+            taken = before.directory.path
+            why = ", but has no checkpoint to continue from, so training starts from the beginning"
+        if taken != directory.path:
+            self._log(f"{taken} is taken{why}; this run writes to {directory.path}")
         if config.checkpoint.path is not None:
             run_directory.check_saves(directory.checkpoints)
         return directory
@@ -257,7 +258,7 @@ class DirectoryChoice:
             self.lease = None
 
     def _to_continue(self) -> RunDirectory | None:
-        """Return the newest directory, but for a scheduler's job preferably the one it wrote to.
+        """Return the latest run, but for a scheduler's job preferably one that it wrote to.
 
         Raises:
             ConfigError: If there are only checkpoints of other runs, of the same name.
@@ -267,7 +268,7 @@ class DirectoryChoice:
         if scheduler := self._job.scheduler:
             of_job = [run for run in runs if _scheduler_job(run) == scheduler]
             if of_job:
-                return of_job[-1]
+                return self._latest(of_job)
         own = [run for run in runs if _other_run(run) is None]
         if runs and not own:
             checkpoints = runs[-1].checkpoints
@@ -278,12 +279,32 @@ class DirectoryChoice:
                 f"the run {runs[-1].path}; give it a run_dir with another last name, or continue "
                 f"that run with --resume {checkpoints}",
             )
-        return own[-1] if own else None
+        return self._latest(own)
+
+    def _latest(self, runs: list[RunDirectory]) -> RunDirectory | None:
+        """Return the latest run with a checkpoint; the last one if none has any.
+
+        Raises:
+            ConfigError: If another job trains in a later one.
+        """
+        latest = run_directory.latest_of(runs)
+        for later in runs[runs.index(latest) + 1 :] if latest else []:
+            self._claim(later)
+            self.release()
+            self._log(f"{later.path} has no checkpoint; continuing in {latest.path}")
+        return latest
 
     def _create(self) -> RunDirectory:
-        """Create and claim a directory that no other job has used."""
+        """Create and claim a directory, or claim the newest one if no run has trained there."""
         config = self._config
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
+        for newest in run_directory.existing_runs(config.run_dir, config.checkpoint.path)[-1:]:
+            if not self._found_none and newest.is_unused():
+                with contextlib.suppress(ConfigError):
+                    self._claim(newest, first=True)
+                    if newest.is_unused():  # also after other jobs could use it
+                        return newest
+                    self.release()
         while True:
             directory = run_directory.create_run(config.run_dir, config.checkpoint.path)
             if self._found_none and first.path != directory.path:
