@@ -155,8 +155,8 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
             earlier = entry.path.suffix == ".replaced" and step > retention.continued_from
             if entry.finished and (entry.step > step or earlier):
                 logger.warning(
-                    "the run continued from an earlier step and saved step %d: the checkpoint of "
-                    "step %d from before that is set aside as %s",
+                    "the run continued from an earlier step and saved step %d: the earlier "
+                    "checkpoint of step %d is set aside as %s",
                     step,
                     entry.step,
                     storage.set_aside(entry.path),

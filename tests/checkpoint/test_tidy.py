@@ -131,8 +131,8 @@ def test_replaced_checkpoint_of_continued_run_is_set_aside(
     aside = tmp_path / "step-000020.abandoned"
     assert (aside / STATE_FILE).read_text() == "new"
     assert caplog.messages == [
-        "the run continued from an earlier step and saved step 20: the checkpoint of step 20 from "
-        f"before that is set aside as {aside}"
+        "the run continued from an earlier step and saved step 20: the earlier checkpoint of step "
+        f"20 is set aside as {aside}"
     ]
 
 
