@@ -91,13 +91,13 @@ def check_saves(checkpoints: Path) -> None:
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
     """Return the directory that `resume: auto` continues, see `existing_runs`; None without any."""
-    return latest_of(existing_runs(run_dir, checkpoint_path))
+    runs = existing_runs(run_dir, checkpoint_path)
+    return latest_of(runs) if runs else None
 
 
-def latest_of(runs: Sequence[RunDirectory]) -> RunDirectory | None:
+def latest_of(runs: Sequence[RunDirectory]) -> RunDirectory:
     """Return the last run with a checkpoint; if none has one, the last run."""
-    saved = [run for run in runs if run.has_checkpoint()]
-    return next(reversed(saved or runs), None)
+    return ([run for run in runs if run.has_checkpoint()] or runs)[-1]
 
 
 def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunDirectory]:
@@ -140,9 +140,7 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
         ConfigError: If the directory cannot be created.
     """
     first = path = Path(run_dir)
-    taken = set()
-    if checkpoint_path is not None:
-        taken = _directories_in(locate("checkpoint.path", checkpoint_path))
+    taken = {run.path.name for run in existing_runs(run_dir, checkpoint_path)}
     number = 1
     while True:
         try:

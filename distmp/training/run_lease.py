@@ -279,16 +279,16 @@ class DirectoryChoice:
                 f"the run {runs[-1].path}; give it a run_dir with another last name, or continue "
                 f"that run with --resume {checkpoints}",
             )
-        return self._latest(own)
+        return self._latest(own) if own else None
 
-    def _latest(self, runs: list[RunDirectory]) -> RunDirectory | None:
+    def _latest(self, runs: list[RunDirectory]) -> RunDirectory:
         """Return the latest run with a checkpoint; the last one if none has any.
 
         Raises:
             ConfigError: If another job trains in a later one.
         """
         latest = run_directory.latest_of(runs)
-        for later in runs[runs.index(latest) + 1 :] if latest else []:
+        for later in runs[runs.index(latest) + 1 :]:
             self._claim(later)
             self.release()
             self._log(f"{later.path} has no checkpoint; continuing in {latest.path}")
@@ -297,16 +297,12 @@ class DirectoryChoice:
     def _create(self) -> RunDirectory:
         """Create and claim a directory, or claim the newest one if no run has trained there."""
         config = self._config
+        place = (config.run_dir, config.checkpoint.path)
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
-        for newest in run_directory.existing_runs(config.run_dir, config.checkpoint.path)[-1:]:
-            if not self._found_none and newest.is_unused():
-                with contextlib.suppress(ConfigError):
-                    self._claim(newest, first=True)
-                    if newest.is_unused():  # also after other jobs could use it
-                        return newest
-                    self.release()
+        newest = run_directory.existing_runs(*place)[-1:]
+        unused = [run for run in newest if run.is_unused() and not self._found_none]
         while True:
-            directory = run_directory.create_run(config.run_dir, config.checkpoint.path)
+            directory = unused.pop() if unused else run_directory.create_run(*place)
             if self._found_none and first.path != directory.path:
                 # Another job, perhaps of the same command, has created the first directory.
                 directory.path.rmdir()
@@ -318,11 +314,9 @@ class DirectoryChoice:
                     "another job has created it since this one started, and has ended; start this "
                     "one again to continue that run",
                 )
-            try:
+            with contextlib.suppress(ConfigError):
                 self._claim(directory, first=True)
-            except ConfigError:
-                continue
-            return directory
+                return directory
 
     def _claim(self, directory: RunDirectory, *, first: bool = False) -> None:
         lease = RunLease(directory, self._job)
