@@ -152,8 +152,9 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
     try:
         # First, and the latest one last: it stays the newest if this process is killed.
         for entry in reversed(storage.entries_of(directory)):
-            earlier = entry.path.suffix == ".replaced" and step > retention.continued_from
-            if entry.finished and (entry.step > step or earlier):
+            replaced = entry.path.suffix == ".replaced"
+            earlier = entry.step > step or (replaced and step > retention.continued_from)
+            if entry.finished and earlier:
                 logger.warning(
                     "the run continued from an earlier step and saved step %d: the earlier "
                     "checkpoint of step %d is set aside as %s",
@@ -161,7 +162,8 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
                     entry.step,
                     storage.set_aside(entry.path),
                 )
-        storage.remove_replaced(directory)
+            elif replaced:
+                storage.remove(entry.path)
         by_step = {e.step: e.path for e in reversed(storage.entries_of(directory)) if e.finished}
         found = {s: manifest.readable_state(path) for s, path in by_step.items()}
         states = {s: state for s, state in found.items() if state is not None}

@@ -121,12 +121,6 @@ def publish(written: Path) -> Path:
     return final
 
 
-def remove_replaced(directory: Path) -> None:
-    """Remove checkpoints that were replaced by another one of the same step."""
-    for path in directory.glob("step-*.replaced"):
-        remove(path)
-
-
 def remove(path: Path) -> None:
     """Remove a checkpoint."""
     _delete(path.rename(_vacate(path.with_suffix(".removing"))))

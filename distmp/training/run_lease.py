@@ -233,16 +233,12 @@ class DirectoryChoice:
             if checkpoint is not None and run.owns(checkpoint.path):
                 if self.lease is None:
                     self._claim(run)
-                run.path.mkdir(parents=True, exist_ok=True)
                 return run
-        before, self.lease = self.lease, None
-        try:
-            directory = self._create()
-        finally:
-            if before is not None:
-                before.release()
+        before = self.lease
+        directory = self._create()
         taken, why = Path(config.run_dir).absolute(), ""
         if before is not None:
+            before.release()
             taken = before.directory.path
             why = ", but has no checkpoint to continue from, so training starts from the beginning"
         if taken != directory.path:
@@ -265,11 +261,9 @@ class DirectoryChoice:
         """
         config = self._config
         runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
-        if scheduler := self._job.scheduler:
-            of_job = [run for run in runs if _scheduler_job(run) == scheduler]
-            if of_job:
-                return self._latest(of_job)
-        own = [run for run in runs if _other_run(run) is None]
+        scheduler = self._job.scheduler
+        own = [run for run in runs if scheduler and _scheduler_job(run) == scheduler]
+        own = own or [run for run in runs if _other_run(run) is None]
         if runs and not own:
             checkpoints = runs[-1].checkpoints
             raise ConfigError(
