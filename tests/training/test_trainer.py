@@ -43,6 +43,26 @@ def eventful_loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor 
     return next_token_loss(model, batch)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Counts its updates in the state of the parameters."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_optimizer_whose_state_cannot_be_saved_ends_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*tiny(tmp_path), f"--optim.name={__name__}:CountingSGD"]) == 1
+    assert "CountingSGD keeps 'step' of" in capsys.readouterr().err
+    assert len(read_records(tmp_path / "run" / "steps.jsonl")) <= 1
+
+
 def trained(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

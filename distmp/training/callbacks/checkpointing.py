@@ -75,9 +75,12 @@ class Checkpointing(Callback):
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
-        if not self._is_prepared and _saves_later(trainer, step.step):
-            self.writer.prepare(trainer.engine.state_dict() | self._states.tensors())
-        self._is_prepared = True
+        if not self._is_prepared:
+            # Raises for an optimizer whose state cannot be saved, before the run is in vain.
+            state = trainer.engine.state_dict()
+            if _saves_later(trainer, step.step):
+                self.writer.prepare(state | self._states.tensors())
+            self._is_prepared = True
         due = self.writer.is_due(step.step) or self._requested == step.step
         if step.step == trainer.config.steps or not due:
             return
