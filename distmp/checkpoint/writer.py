@@ -319,7 +319,7 @@ class CheckpointWriter:
         if self._world.rank == 0:
             self._discard(step)
         # Also logged when the process ends, after the last step.
-        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this does not stop the run")
+        self._log(f"NOT SAVED: {problem}; {self._last_saved()}")
 
     def _discard(self, step: int) -> None:
         """Remove the files of a failed save: other files of the run may need their space."""

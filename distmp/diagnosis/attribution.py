@@ -362,7 +362,7 @@ def _first_losses(evidence: Evidence, matches: Callable[[bool, bool], bool]) -> 
 
 def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) -> str:
     if origin is None:
-        return "look for an overflow or a division by zero in the loss function"
+        return f"{_IF_DIVERGING}look for an overflow or a division by zero in the loss function"
     if context.is_fp16:
         return f"{_IF_DIVERGING}{_USE_BF16}: no loss scale widens the range of activations"
     return "lower the learning rate or max_norm, or look for a division by zero in that module"
@@ -413,11 +413,11 @@ def _backward_cause(
     """Return cause, text and advice for a finite loss with non-finite gradients."""
     if not context.is_fp16:
         text = "the loss is finite, but its gradient is not, and there is no loss scale to lower"
-        return "backward", text, _LOOK_FOR_DIVISION
+        return "backward", text, f"{_IF_DIVERGING}{_LOOK_FOR_DIVISION}"
     wide, lowest = "the range of the gradients is too wide for float16", _scale(context.lowest)
     if fitting is None and not has_inf:
         text = f"the loss is finite, but its gradient is NaN, even at loss scale {lowest}"
-        return "backward", text, f"{_LOOK_FOR_DIVISION}; without one, {_USE_BF16}"
+        return "backward", text, f"{_IF_DIVERGING}{_LOOK_FOR_DIVISION}, or {_USE_BF16}"
     if fitting is None:
         text = f"{wide}: they overflow even at loss scale {lowest}"
         advice = f"{_IF_DIVERGING}{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"

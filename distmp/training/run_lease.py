@@ -246,8 +246,6 @@ class DirectoryChoice:
                 f"warning: {earlier.path} has records of steps, but there is no checkpoint in "
                 f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
             )
-        if config.checkpoint.path is not None:
-            run_directory.check_saves(directory.checkpoints)
         return directory
 
     def release(self) -> None:
@@ -297,6 +295,8 @@ class DirectoryChoice:
                     "another job has created it since this one started, and has ended; start this "
                     "one again to continue that run",
                 )
+            if config.checkpoint.path is not None:
+                run_directory.check_saves(directory.checkpoints)
             try:
                 self._claim(directory, first=True)
             except ConfigError:

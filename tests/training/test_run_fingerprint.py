@@ -176,6 +176,13 @@ def test_each_change_is_reported_by_its_rule() -> None:
     ]
 
 
+def test_steps_are_harmless_under_constant_schedule() -> None:
+    before = {"steps": 10, "schedule.name": "constant"}
+    assert compare(before, before | {"steps": 15}).harmless == {"steps": "steps: 10 -> 15"}
+    before = {"steps": 10, "schedule.name": "cosine"}
+    assert "steps" in compare(before, before | {"steps": 15}).consequential
+
+
 def test_values_are_shown_as_configured() -> None:
     before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
     now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}

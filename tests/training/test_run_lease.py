@@ -22,6 +22,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import DirectoryChoice, LostLeaseError, RunLease
 from distmp.training.trainer import Trainer
@@ -317,6 +318,16 @@ def test_late_start_after_ended_run_is_refused(tmp_path: Path) -> None:
         second.final(None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert second.lease is None
+
+
+def test_refused_checkpoint_path_does_not_train_without_lease(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x"
+    assert main(tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", f"--checkpoint.path={path}")) == 2
+    assert capsys.readouterr().err.startswith(f"distmp: checkpoint.path = {str(path)!r}: cannot")
+    assert not caplog.records
 
 
 def test_records_without_checkpoint_warn(tmp_path: Path) -> None:

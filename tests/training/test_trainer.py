@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.checkpoint import writer
 from distmp.checkpoint.loading import StoredCheckpoint
@@ -19,10 +21,11 @@ from distmp.data import IGNORED
 from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.train import main
+from tests import faulty_runs
 from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
-from tests.torchrun import TINY, tiny
+from tests.torchrun import TINY, python, run, tiny
 
 Batch = dict[str, Tensor]
 # What happens to the disk, by the number of the training step whose loss is computed.
@@ -91,7 +94,7 @@ def test_run_continues_on_full_disk_and_saves_later(
         assert [step for step, *_ in failed] == [4, 6]
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
-            assert there_is == "the last checkpoint is of step 2; this does not stop the run"
+            assert there_is == "the last checkpoint is of step 2"
         assert saved_steps(directory / "run") == [8, 10]
         assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
@@ -176,6 +179,43 @@ def test_skipped_step_is_explained_in_record_and_console(
     assert overflow["parameters"][0]["name"].endswith("weight")
     assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in output
     assert sum(line.count(overflow["advice"]) for line in output) == 1 < len(skipped)
+
+
+def one_bad(split: str, sequence_length: int) -> list[tuple[Tensor, Tensor]]:
+    samples = [(x.clone(), y) for x, y in faulty_runs.line("validation", sequence_length) * 8]
+    if split == "train":
+        samples[5][0].fill_(math.nan)
+    return samples
+
+
+@pytest.mark.usefixtures("cwd")
+def test_skipped_step_has_one_reason_and_finite_losses_no_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = f"--data.source={__name__}:one_bad"
+    assert main([*faulty_runs.ARGUMENTS, data, "--steps=8"]) == 0
+    output = capsys.readouterr().out
+    (line,) = (line for line in output.splitlines() if " skipped: " in line)
+    assert "skipped: bad input: 4 inf or NaN among" in line
+    assert "the loss rose" not in output
+
+
+def mean_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    loss, weight = faulty_runs.squared(model, batch)
+    return loss / weight, weight
+
+
+def test_mistakes_are_warnings_without_code(tmp_path: Path) -> None:
+    options = ["--optim.lr=100", f"--model.loss={__name__}:mean_loss"]
+    command = python("-m", "distmp.train", *faulty_runs.ARGUMENTS, *options)
+    done = run([*command, "--steps=12"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("the loss looks like a mean, and its weight is 2, so ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    rise = r"^warning: the loss rose from \S+ in step 1 to \S+ in step 12; lower optim\.lr = 100$"
+    assert len(re.findall(rise, done.stdout, re.MULTILINE)) == 1, done.stdout
+    resumed = run([*command, "--resume=auto", "--steps=15"], tmp_path)
+    assert "the loss rose" not in resumed.stdout
 
 
 @pytest.mark.nightly
