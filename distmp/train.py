@@ -160,16 +160,14 @@ def _quiet_except_first(local_rank: int) -> Iterator[None]:
         logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _own_warnings_without_code() -> Iterator[None]:
+def _own_warnings_without_code() -> contextlib.AbstractContextManager[Any]:
     """Show warnings of distmp without a line of its code, and others as before."""
     usual, own = warnings.formatwarning, os.path.join(os.path.dirname(__file__), "")
 
     def text(message: Any, category: Any, file: str, *more: Any) -> str:
         return f"{message}\n" if file.startswith(own) else usual(message, category, file, *more)
 
-    with mock.patch.object(warnings, "formatwarning", text):
-        yield
+    return mock.patch.object(warnings, "formatwarning", text)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def _check_lines(name: str, key: str) -> None:
     """
     if _BY_SUFFIX.get(Path(name).suffix) != "json":
         return
-    with open(name, "rb") as lines:
+    with suppress(OSError), open(name, "rb") as lines:
         for number, line in enumerate(lines, 1):
             with suppress(ValueError, LookupError, TypeError):
                 if not line.strip() or isinstance(json.loads(line)[key], str):

@@ -159,12 +159,10 @@ def _lost(environment: RankEnvironment) -> int:
         f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
         "rank, which left no message"
     )
-    ending = Ending(environment.rank, cause, LOST_PEER_EXIT_CODE)
-    known = _wait_for_watchdog(
+    if not _wait_for_watchdog(
         lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
-    )
-    if not known:
-        _print_first(ending)
+    ):
+        _print_first(Ending(environment.rank, cause, LOST_PEER_EXIT_CODE))
     wait_to_be_ended()
     return LOST_PEER_EXIT_CODE
 
@@ -175,8 +173,7 @@ def report_interrupt(environment: RankEnvironment) -> None:
         "interrupted by a second Ctrl-C or a KeyboardInterrupt, so the steps since the last "
         "checkpoint are not saved"
     )
-    with StopSignals():
-        _print_first(Ending(environment.rank, cause, INTERRUPTED_EXIT_CODE))
+    _print_first(Ending(environment.rank, cause, INTERRUPTED_EXIT_CODE))
 
 
 def _print_first(ending: Ending) -> None:

@@ -110,8 +110,6 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         rule = rules.get(name, _HARMLESS)
         if old == new or rule.kind == "ignored":
             continue
-        if name == "steps" and now.get("schedule.name") == "constant":
-            rule = _HARMLESS  # no learning rate depends on the number of steps
         line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"
         effect = f" ({rule.effect})" if rule.effect else ""
         getattr(changes, rule.kind)[name] = f"{line}{effect}"

@@ -176,13 +176,6 @@ def test_each_change_is_reported_by_its_rule() -> None:
     ]
 
 
-def test_steps_are_harmless_under_constant_schedule() -> None:
-    before = {"steps": 10, "schedule.name": "constant"}
-    assert compare(before, before | {"steps": 15}).harmless == {"steps": "steps: 10 -> 15"}
-    before = {"steps": 10, "schedule.name": "cosine"}
-    assert "steps" in compare(before, before | {"steps": 15}).consequential
-
-
 def test_values_are_shown_as_configured() -> None:
     before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
     now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}
@@ -231,13 +224,15 @@ def test_harmless_changes_are_logged_others_warn(
     ]
 
 
-def test_fewer_steps_than_checkpoint_keep_learning_rate(
+def test_fewer_steps_than_checkpoint_and_constant_schedule_keep_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(configuration(tmp_path, steps=4))
-    for steps, expected in ((4, []), (3, []), (5, ["changed: steps: 4 -> 5"])):
+    train(configuration(tmp_path, steps=4, schedule={"name": "cosine"}))
+    changed = ["changed: steps: 4 -> 5"]
+    cases = ((4, "cosine", []), (3, "cosine", []), (5, "cosine", changed), (6, "constant", []))
+    for steps, schedule, expected in cases:
         caplog.clear()
-        config = configuration(tmp_path, steps=steps, resume="auto")
+        config = configuration(tmp_path, steps=steps, schedule={"name": schedule}, resume="auto")
         run = Trainer(config, World.current("cpu"), Console(config.log))
         assert run.run(StopSignals())
         warnings = [record.getMessage().split(" (")[0] for record in caplog.records]

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from distmp.checkpoint import writer
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.snapshot import HostBuffers
+from distmp.config import load
 from distmp.data import IGNORED
+from distmp.data.order import sample_indices
 from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.train import main
@@ -188,15 +190,20 @@ def one_bad(split: str, sequence_length: int) -> list[tuple[Tensor, Tensor]]:
     return samples
 
 
-@pytest.mark.usefixtures("cwd")
 def test_skipped_step_has_one_reason_and_finite_losses_no_warning(
-    capsys: pytest.CaptureFixture[str],
+    cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = f"--data.source={__name__}:one_bad"
     assert main([*faulty_runs.ARGUMENTS, data, "--steps=8"]) == 0
     output = capsys.readouterr().out
     (line,) = (line for line in output.splitlines() if " skipped: " in line)
     assert "skipped: bad input: 4 inf or NaN among" in line
+    place = re.search(r"on rank 0 in microbatch (\d+), first rows (\d+)$", line)
+    (record,) = (record for record in read_records(cwd / "run" / "steps.jsonl") if record.skipped)
+    assert place is not None
+    # As the page on troubleshooting computes it.
+    position = record.samples - 8 + 2 * int(place[1]) + int(place[2])
+    assert sample_indices(load([]).seed, position, 1, 64) == [5]
     assert "the loss rose" not in output
 
 

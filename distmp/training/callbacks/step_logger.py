@@ -21,9 +21,6 @@ from distmp.utils import settings
 # Fields of a record that are those of `StepNumbers`; the overflow of a record has its cause.
 _OF_NUMBERS = {each.name for each in fields(StepRecord)} & {*StepNumbers._fields} - {"overflow"}
 
-# A loss is reported as risen if the last ones of a run all exceed this multiple of the first one.
-_RISE, _LAST = 2.0, 8
-
 
 class StepLogger(Callback):
     """Writes the record of every step to the record file, the trackers and the console.
@@ -43,7 +40,7 @@ class StepLogger(Callback):
         self._rollback: Rollback | None = None
         self._started = 0
         self._first_loss = math.nan  # of step 1; a run that resumes has none
-        self._last_losses: deque[float] = deque(maxlen=_LAST)
+        self._last_losses: deque[float] = deque(maxlen=8)
         # Advice on skipped steps that was printed.
         self._advised: set[str] = set()
 
@@ -61,9 +58,9 @@ class StepLogger(Callback):
             self._first_loss = record.loss
 
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
-        """Warn if the loss has risen since the first step."""
+        """Warn if all of the last losses are more than twice the first one."""
         first, last = self._first_loss, self._last_losses
-        if 0 < _RISE * first < min(last):
+        if 0 < 2 * first < min(last):
             trainer.console.message(
                 f"warning: the loss rose from {first:.4g} in step 1 to {last[-1]:.4g} in step "
                 f"{trainer.progress.step}; lower optim.lr = {trainer.config.optim.lr:g}"
