@@ -108,13 +108,14 @@ class Stream:
 
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""
-        if count and hasattr(self._dataset, "skip"):
-            self._begin(self._dataset.skip(count))
-            self._read, self._position = count, self._position + count
-            if self._draw():
+        first = self._position
+        if count > 1 and hasattr(self._dataset, "skip"):
+            self._begin(self._dataset.skip(count - 1))
+            self._read, self._position = count - 1, first + count - 1
+            # The first read may compute skipped samples, which draw its random numbers.
+            if self._draw() and self._draw():
                 return True
-            # The pass is shorter: read it again to count its samples.
-            self._position -= count
+            self._position = first  # the pass is shorter: read it again to count its samples
         self._begin(self._dataset)
         found = self._draw()
         while found and self._read <= count:

@@ -69,7 +69,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     a process without a process group it scales, skips and steps like torch's scaler, bit by bit,
     with these differences: the scale stays between `min_scale` and `max_scale`, an overflow at
     `min_scale` is an error, an optimizer without gradients is not an error, FP16 gradients are
-    unscaled, and `load_state_dict` does not override the arguments for growth and backoff.
+    unscaled, optimizers that are unscaled before the first step skip together, and
+    `load_state_dict` does not override the arguments for growth and backoff.
 
     Gradients have to be reduced before a step, as DDP and FSDP do in backward. If the scale differs
     between ranks, all ranks skip, and raise an error at `update`. If ranks call the scaler
