@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from distmp.distributed.comparison import check_same, describe_model
+from distmp.utils.dtypes import as_sent
 
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
@@ -190,7 +191,7 @@ class ModuleBuffers:
 
     def _broadcast(self, flat: Tensor) -> None:
         assert self._group is not None
-        dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)
+        dist.broadcast(as_sent(flat), dist.get_global_rank(self._group, 0), self._group)
 
 
 class BufferValues:

@@ -26,7 +26,7 @@ from distmp.precision.keep import is_prepared
 from distmp.precision.policy import DTYPES, PrecisionPolicy, dtype_word
 from distmp.quantization.layers import LowPrecisionLayers
 from distmp.scaling.step_decision import GradientPart
-from distmp.utils.dtypes import dtype_name, is_dtensor
+from distmp.utils.dtypes import as_sent, dtype_name, is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
 REBUILD = (
@@ -357,7 +357,7 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_meta:
             continue
-        dist.broadcast(tensor.detach(), src=0, group=world.group)
+        dist.broadcast(as_sent(tensor.detach()), src=0, group=world.group)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

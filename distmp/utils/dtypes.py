@@ -29,3 +29,8 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def local_values(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that this rank holds, detached: of a DTensor, its shard."""
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """Return a view that gloo can broadcast: it has no 8-bit floating-point types."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -205,8 +205,7 @@ def test_ranks_get_every_kind_of_buffer() -> None:
     for batch_bytes in (100, module_buffers.BATCH_BYTES):
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(module_buffers, "BATCH_BYTES", batch_bytes)
-            # gloo does not send 8-bit floats
-            check_every_kind([dtype for dtype in DTYPES if dtype != torch.float8_e4m3fn])
+            check_every_kind()
 
 
 class Launches(TorchDispatchMode):

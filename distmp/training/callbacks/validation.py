@@ -96,9 +96,14 @@ class Validation(Callback):
         self._metrics = find_metrics(settings.metrics)
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
-        """Repeat the last validation of a run with no steps left: it may have been interrupted."""
+        """Evaluate a microbatch per rank, so that a metric that fails does so before the training.
+
+        A run with no steps left repeats its last validation, which may have been interrupted.
+        """
         if trainer.progress.step == trainer.config.steps:
             self._validate(trainer, last=True)
+        elif self._dataset is not None:
+            self._evaluate(trainer, trainer.config.batch.microbatch_size * trainer.world.world_size)
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Validate if it is due."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distmp.config import load
+from distmp.distributed.stopping import StopSignals
 from distmp.training.callbacks.validation import loss_unit, weight_unit
 from tests.ranks import ranks
 from tests.toys import printed, trainer_of
@@ -23,6 +24,18 @@ def test_only_final_validation_is_announced(tmp_path: Path) -> None:
         "validating on the held-out samples",
         "held-out",
     ]
+
+
+def fails(output: Any, batch: Any) -> Any:
+    raise ValueError("a metric of somebody")
+
+
+def test_metric_that_fails_does_so_before_training(tmp_path: Path) -> None:
+    metrics = {"metrics": {"own": f"{__name__}:fails"}}
+    run = trainer_of(configuration(tmp_path / "some", steps=3, validation=metrics))
+    with pytest.raises(ValueError, match="a metric of somebody"):
+        run.run(StopSignals())
+    assert run.progress.step == 0
 
 
 # The unit of the weight that losses and throughputs are reported with.
