@@ -169,10 +169,7 @@ def _lost(environment: RankEnvironment) -> int:
 
 def report_interrupt(environment: RankEnvironment) -> None:
     """Report that a KeyboardInterrupt ends this rank, unless another rank has reported its end."""
-    cause = (
-        "interrupted by a second Ctrl-C or a KeyboardInterrupt, so the steps since the last "
-        "checkpoint are not saved"
-    )
+    cause = "interrupted by a second Ctrl-C or a KeyboardInterrupt, without saving a checkpoint"
     _print_first(Ending(environment.rank, cause, INTERRUPTED_EXIT_CODE))
 
 
