@@ -70,6 +70,8 @@ class Rank:
             timeout_seconds=600,
             log=lambda text: print(text, file=sys.stderr),
         )
+        self._release, self._stalled = self._writer.release, 0.0
+        self._writer.release = self._timed_release  # type: ignore[method-assign]
         self._writer.guard(self._engine.optimizer)
         self._writer.__enter__()  # its group is destroyed with all others at the end
         self._steps = 0
@@ -86,13 +88,13 @@ class Rank:
         started = time.perf_counter()
         self._save()
         stall = time.perf_counter() - started
-        stalled = self._writer.stalled_seconds
+        self._stalled = 0.0
         while_writing = []
         # Both ranks run the same number of steps, which rank 0 decides.
         while self._is_writing():
             while_writing.append(self._step())
         written = time.perf_counter() - started
-        stall += self._writer.stalled_seconds - stalled
+        stall += self._stalled
         self._writer.finish()
         return {"before": before, "stall": stall, "while": while_writing, "written": written}
 
@@ -118,6 +120,12 @@ class Rank:
         self._writer.__exit__(None, None, None)
         dist.barrier()
         self._directory.cleanup()
+
+    def _timed_release(self) -> None:
+        """Wait before an update until the state is copied."""
+        started = time.perf_counter()
+        self._release()
+        self._stalled += time.perf_counter() - started
 
     def _save(self) -> None:
         self._writer.save(

@@ -7,8 +7,10 @@ import faulthandler
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest import mock
 
 from distmp.config import Config, RunConfig, load
 from distmp.distributed.orphans import end_with_launcher
@@ -108,9 +110,10 @@ def _run(
     try:
         if config.reproducible:
             prepare_cublas()  # before joining the ranks, which initializes CUDA
-        with end_with_launcher():
+        with end_with_launcher(), _own_warnings_without_code():
             return work(config, environment)
     except KeyboardInterrupt:
+        failures.report_interrupt(environment)
         return INTERRUPTED_EXIT_CODE
     except SystemExit as stop:
         # Without its peers, gloo would abort the process.
@@ -155,6 +158,16 @@ def _quiet_except_first(local_rank: int) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def _own_warnings_without_code() -> contextlib.AbstractContextManager[Any]:
+    """Show warnings of distmp without a line of its code, and others as before."""
+    usual, own = warnings.formatwarning, os.path.join(os.path.dirname(__file__), "")
+
+    def text(message: Any, category: Any, file: str, *more: Any) -> str:
+        return f"{message}\n" if file.startswith(own) else usual(message, category, file, *more)
+
+    return mock.patch.object(warnings, "formatwarning", text)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,10 @@ def _raise() -> NoReturn:
     raise ValueError("a fault of the model")
 
 
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def _sleep() -> None:
     time.sleep(1000)
 
@@ -164,6 +168,7 @@ def _index() -> None:
 
 _FAULTS = {
     "raise": _raise,
+    "interrupt": _interrupt,
     "sleep": _sleep,
     "pause": _pause,
     "spin": _spin,

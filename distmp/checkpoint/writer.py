@@ -74,7 +74,6 @@ class CheckpointWriter:
 
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
-        stalled_seconds: Time that training has waited for saves so far, in seconds.
         best_step: Step of the best checkpoint so far, see `Retention`; None for none.
     """
 
@@ -99,7 +98,6 @@ class CheckpointWriter:
         self._permit = permit
         self._overwrite = overwrite
         self.saved_step: int | None = None
-        self.stalled_seconds = 0.0
         self.best_step: int | None = None
         self._failure: str | None = None
         self._pending: _Pending | None = None
@@ -196,7 +194,6 @@ class CheckpointWriter:
         if self._world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
-        started = time.perf_counter()
         written = written_here(tensors, self._world.rank, self._world.world_size)
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
@@ -207,7 +204,6 @@ class CheckpointWriter:
         )
         self._pending = pending
         pending.thread.start()
-        self.stalled_seconds += time.perf_counter() - started
 
     def _save_now(self, step: int, tensors: dict[str, Tensor], write: Callable[..., Path]) -> None:
         self.finish()
@@ -220,7 +216,6 @@ class CheckpointWriter:
         except CheckpointError as error:
             problem = str(error)
         self._record(step, problem, time.perf_counter() - started)
-        self.stalled_seconds += time.perf_counter() - started
 
     @property
     def is_writing(self) -> bool:
@@ -230,18 +225,14 @@ class CheckpointWriter:
     def release(self) -> None:
         """Wait until the tensors that the pending save copies may change; it continues to write."""
         if self._pending is not None:
-            started = time.perf_counter()
             self._pending.snapshot.release()
-            self.stalled_seconds += time.perf_counter() - started
 
     def finish(self) -> None:
         """Wait for a pending save and report it if it failed.
 
         Call it before anything other than a guarded optimizer changes the state.
         """
-        started = time.perf_counter()
         self._join(timeout=None)
-        self.stalled_seconds += time.perf_counter() - started
 
     def report(self) -> None:
         """Record a save that has ended."""
@@ -320,7 +311,7 @@ class CheckpointWriter:
         if self._world.rank == 0:
             self._discard(step)
         # Also logged when the process ends, after the last step.
-        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; this does not stop the run")
+        self._log(f"NOT SAVED: {problem}; {self._last_saved()}")
 
     def _discard(self, step: int) -> None:
         """Remove the files of a failed save: other files of the run may need their space."""

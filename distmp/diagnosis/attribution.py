@@ -128,6 +128,7 @@ class OverflowContext:
         compute_dtype: The dtype of activations and their gradients.
         has_masters: Whether the model's parameters are copied from FP32 master weights after every
             step.
+        has_updates: Whether updates were applied before the step.
         exact: Whether the step was repeated with exactly the same weights.
     """
 
@@ -136,6 +137,7 @@ class OverflowContext:
     floor: float | None
     compute_dtype: torch.dtype
     has_masters: bool
+    has_updates: bool
     exact: bool
 
     @property
@@ -362,7 +364,7 @@ def _first_losses(evidence: Evidence, matches: Callable[[bool, bool], bool]) -> 
 
 def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) -> str:
     if origin is None:
-        return "look for an overflow or a division by zero in the loss function"
+        return f"{_IF_DIVERGING}look for an overflow or a division by zero in the loss function"
     if context.is_fp16:
         return f"{_IF_DIVERGING}{_USE_BF16}: no loss scale widens the range of activations"
     return "lower the learning rate or max_norm, or look for a division by zero in that module"
@@ -411,13 +413,15 @@ def _backward_cause(
     context: OverflowContext, fitting: float | None, lost: float | None, *, has_inf: bool
 ) -> tuple[Cause, str, str]:
     """Return cause, text and advice for a finite loss with non-finite gradients."""
+    # The loss may be normal while weights are so large that a gradient overflows.
+    first = "lower the learning rate; if that does not help, " if context.has_updates else ""
     if not context.is_fp16:
         text = "the loss is finite, but its gradient is not, and there is no loss scale to lower"
-        return "backward", text, _LOOK_FOR_DIVISION
+        return "backward", text, f"{first}{_LOOK_FOR_DIVISION}"
     wide, lowest = "the range of the gradients is too wide for float16", _scale(context.lowest)
     if fitting is None and not has_inf:
         text = f"the loss is finite, but its gradient is NaN, even at loss scale {lowest}"
-        return "backward", text, f"{_LOOK_FOR_DIVISION}; without one, {_USE_BF16}"
+        return "backward", text, f"{first}{_LOOK_FOR_DIVISION}; without one, {_USE_BF16}"
     if fitting is None:
         text = f"{wide}: they overflow even at loss scale {lowest}"
         advice = f"{_IF_DIVERGING}{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"

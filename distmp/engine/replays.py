@@ -69,6 +69,7 @@ class Replays:
             floor=state.loss_scale.floor,
             compute_dtype=setup.policy.compute_dtype,
             has_masters=setup.policy.has_masters,
+            has_updates=numbers.applied_total > 0,
             exact=int(state.counts[0]) == numbers.applied_total,
         )
         replay = StepReplay(setup.strategy, self._microbatch, inputs, setup.world.rank)

@@ -49,9 +49,7 @@ _CONSEQUENCES = (LOST_PEER_EXIT_CODE, -signal.SIGTERM, 128 + signal.SIGTERM, -si
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: "the kernel does this when memory runs out (see dmesg on {host})",
     signal.SIGSEGV: "native code crashed (an extension, a driver or torch); see the stack above",
-    signal.SIGBUS: (
-        "usually shared memory is full on {host} (/dev/shm): reduce data.workers or enlarge it"
-    ),
+    signal.SIGBUS: "usually shared memory is full on {host}: enlarge /dev/shm or cut data.workers",
     signal.SIGABRT: "native code aborted; see its message above",
     signal.SIGILL: "native code was built for another processor",
 }

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from types import FrameType
 
 import psutil
@@ -56,7 +57,8 @@ class OrderlyStop:
     waits for all others and ends torchrun's agent as if it had received a signal. Ranks may take as
     long as they need to save; with torchrun's `--shutdown-timeout` they are killed after that many
     seconds. Ranks that are stopped (SIGSTOP) are continued; if one still is after `_EXIT_SECONDS`,
-    all are killed. SIGHUP, which a closing terminal sends, is ignored here and in the ranks.
+    all are killed. They are continued after a rank has failed, too. SIGHUP, which a closing
+    terminal sends, is ignored here and in the ranks.
 
     Args:
         options: The options of torchrun, changed so that its handlers do not replace the ones of
@@ -122,8 +124,7 @@ class OrderlyStop:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
-                # A stopped process does not handle the signal before it continues.
-                os.killpg(rank, signal.SIGCONT)
+        _continue(ranks)
         self._in_handler = was_in_handler
         self._on_child_exit(number, frame)
 
@@ -145,6 +146,8 @@ class OrderlyStop:
         if self._in_handler:
             return
         codes = _exit_codes()
+        if any(codes.values()):  # torchrun ends the others by SIGTERM
+            _continue(codes)
         if self.received is None and (
             died := [code for code in codes.values() if code in _REQUESTS]
         ):
@@ -177,6 +180,13 @@ def running_ranks() -> list[int]:
             if os.getsid(child.pid) == child.pid:
                 ranks.append(child.pid)
     return ranks
+
+
+def _continue(ranks: Iterable[int]) -> None:
+    """Continue ranks that are stopped (SIGSTOP), and would not handle other signals."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank, signal.SIGCONT)
 
 
 def _is_stopped(rank: int) -> bool:

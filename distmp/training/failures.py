@@ -25,7 +25,7 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.stopping import StopSignals
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, StopSignals
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.watchdog import Ending, Watchdog, record
 from distmp.masking import print_message
@@ -159,15 +159,25 @@ def _lost(environment: RankEnvironment) -> int:
         f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
         "rank, which left no message"
     )
-    ending = Ending(environment.rank, cause, LOST_PEER_EXIT_CODE)
-    known = _wait_for_watchdog(
+    if not _wait_for_watchdog(
         lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
-    )
-    with contextlib.suppress(dist.DistError):
-        if not known and (_watchdog is None or _watchdog.end_run(ending)):
-            print_message(cause)
+    ):
+        _print_first(Ending(environment.rank, cause, LOST_PEER_EXIT_CODE))
     wait_to_be_ended()
     return LOST_PEER_EXIT_CODE
+
+
+def report_interrupt(environment: RankEnvironment) -> None:
+    """Report that a KeyboardInterrupt ends this rank, unless another rank has reported its end."""
+    cause = "interrupted by a second Ctrl-C or a KeyboardInterrupt, without saving a checkpoint"
+    _print_first(Ending(environment.rank, cause, INTERRUPTED_EXIT_CODE))
+
+
+def _print_first(ending: Ending) -> None:
+    """Print why this rank ends, unless another rank has reported why the run ends."""
+    with contextlib.suppress(dist.DistError):
+        if _watchdog is None or _watchdog.end_run(ending):
+            print_message(ending.cause)
 
 
 def _wait_for_watchdog(condition: Callable[[Watchdog], bool]) -> bool:

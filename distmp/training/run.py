@@ -228,8 +228,8 @@ def _record_start(run: Run) -> None:
 
 def _continue_from(checkpoint: StoredCheckpoint, run: Run, changes: Changes) -> None:
     """Report what changed since the checkpoint, and load it."""
-    if run.progress.step >= run.config.steps:
-        # A change of `steps` affects the learning rates of later steps, and none are left.
+    if run.progress.step >= run.config.steps or run.config.schedule.name == "constant":
+        # A change of `steps` affects the learning rates of later steps; here it does not.
         changes.consequential.pop("steps", None)
     current_phase.enter("loading a checkpoint", transfers=True)
     if run.world.rank == 0:

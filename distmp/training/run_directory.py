@@ -75,7 +75,7 @@ class RunDirectory:
 
 
 def check_saves(checkpoints: Path) -> None:
-    """Create the directory of the checkpoints of a new run.
+    """Create the directory of the checkpoints of a new run, below `checkpoint.path`.
 
     Raises:
         ConfigError: If it cannot be created or written to, before hours of training end in it.
@@ -83,10 +83,10 @@ def check_saves(checkpoints: Path) -> None:
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         if isinstance(checkpoints, Path) and not os.access(checkpoints, os.W_OK):
-            raise OSError("it is read-only")
+            raise OSError(f"{checkpoints} is read-only")
     except OSError as error:
         problem = f"cannot be written to: {error}"
-        raise ConfigError("checkpoint.path", str(checkpoints), problem) from error
+        raise ConfigError("checkpoint.path", str(checkpoints.parent), problem) from error
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:

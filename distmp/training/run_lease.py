@@ -233,6 +233,7 @@ class DirectoryChoice:
             if checkpoint is not None and run.owns(checkpoint.path):
                 if self.lease is None:
                     self._claim(run)
+                run.path.mkdir(parents=True, exist_ok=True)
                 return run
         before = self.lease
         directory = self._create()
@@ -243,8 +244,6 @@ class DirectoryChoice:
             why = ", but has no checkpoint to continue from, so training starts from the beginning"
         if taken != directory.path:
             self._log(f"{taken} is taken{why}; this run writes to {directory.path}")
-        if config.checkpoint.path is not None:
-            run_directory.check_saves(directory.checkpoints)
         return directory
 
     def release(self) -> None:
@@ -308,6 +307,8 @@ class DirectoryChoice:
                     "another job has created it since this one started, and has ended; start this "
                     "one again to continue that run",
                 )
+            if config.checkpoint.path is not None:
+                run_directory.check_saves(directory.checkpoints)
             with contextlib.suppress(ConfigError):
                 self._claim(directory, first=True)
                 return directory

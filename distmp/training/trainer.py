@@ -204,10 +204,9 @@ class Trainer(TrainingLoop):
         for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
-        first_sample, count = self.progress.samples, self.config.batch.global_batch_size
-        self.engine.batches.name = (
-            f"step {step} (samples {first_sample} to {first_sample + count - 1} of the run)"
-        )
+        begin = self.progress.samples
+        end = begin + self.config.batch.global_batch_size - 1
+        self.engine.batches.name = f"step {step} (samples {begin} to {end} of the run)"
         # What callbacks draw is a function of the seed and the position in the data.
         seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 

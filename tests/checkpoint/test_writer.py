@@ -206,7 +206,7 @@ def _save_often(directory: Path) -> tuple[list[int], int]:
         with make_writer(directory, keep=9) as writing:
             for step in (1, 2, 3):
                 writing.save(step, {"step": torch.tensor(step)}, {})
-            assert writing.stalled_seconds > 0.1, "waiting for the save before is a stall"
+                assert len(saved) == step - 1, "it waits for the save before"
             writing.save(4, {"step": torch.tensor(4)}, {}, wait=True)
     return saved, most
 
@@ -340,7 +340,7 @@ def test_failed_save_is_reported_on_all_ranks(tmp_path: Path) -> None:
                 f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
                 "left on device; the last checkpoint is of step 1"
             )
-            assert seen["said"] == [f"NOT SAVED: {cause}; this does not stop the run"]
+            assert seen["said"] == [f"NOT SAVED: {cause}"]
             assert seen["error"] == cause
             # The third save has removed the first one, and the files of the failed second one.
             assert seen["left"] == ["step-000003"]
@@ -367,7 +367,7 @@ def test_save_failure_is_reported_at_next_step(
         else:
             writing.finish()
         assert len(messages) == 1
-        assert "no checkpoint has been saved yet; this does not stop the run" in messages[0]
+        assert messages[0].endswith("left on device; no checkpoint has been saved yet")
 
 
 def test_weights_changed_in_forward_are_reported_with_remedy(tmp_path: Path) -> None:

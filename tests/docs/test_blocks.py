@@ -45,6 +45,7 @@ WITHOUT_ENGINE = {
     "precision.md-1",
     "scaler.md-1",
     "testing.md-1",
+    "troubleshooting.md-1",
 }
 
 

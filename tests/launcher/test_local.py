@@ -258,6 +258,16 @@ def test_suspended_rank_is_continued_then_killed(
     assert not any(map(psutil.pid_exists, ranks))
 
 
+def test_suspended_rank_ends_with_rank_that_fails(tmp_path: Path) -> None:
+    with launched("sleep", tmp_path, "--nproc-per-node", "2") as run:
+        ranks = run.ranks()
+        os.kill(ranks[0], signal.SIGSTOP)
+        os.kill(ranks[1], signal.SIGKILL)
+        code, output = run.finish(STOP_SECONDS / 3)
+    assert code == 128 + signal.SIGKILL, output
+    assert not any(map(psutil.pid_exists, ranks))
+
+
 @pytest.mark.parametrize(
     ("received", "code", "cause"),
     [

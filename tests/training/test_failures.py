@@ -104,6 +104,15 @@ def test_index_out_of_range_names_step_and_line(tmp_path: Path) -> None:
     assert done.exit_codes[1] == 1
 
 
+def test_interrupted_rank_is_reported_instead_of_its_loss(tmp_path: Path) -> None:
+    (done,) = run_jobs([job("1 forward interrupt")], tmp_path)
+    assert done.stderr == (
+        "distmp: interrupted by a second Ctrl-C or a KeyboardInterrupt, without saving a "
+        "checkpoint\n"
+    )
+    assert done.exit_codes[1] == 130
+
+
 @pytest.mark.gpu
 def test_device_side_assert_names_the_steps_that_were_running(tmp_path: Path) -> None:
     (done,) = run_jobs([job("1 forward index")], tmp_path)

@@ -273,11 +273,12 @@ def test_forced_resume_accepts_other_optimizer(
 def test_allowed_changes_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(configuration(tmp_path / "run", steps=3))
+    train(configuration(tmp_path / "run", steps=3, schedule={"name": "cosine"}))
     capsys.readouterr()
     config = configuration(
         tmp_path / "run",
         steps=6,
+        schedule={"name": "cosine"},
         resume="auto",
         optim={"lr": 0.02},
         log={"console": "plain", "every": 3},

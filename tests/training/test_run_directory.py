@@ -100,8 +100,9 @@ def test_unwritable_checkpoint_path_is_refused_at_start(
     (tmp_path / "file").touch()
     with disk(tmp_path / "disk", "size=1m,ro") as read_only:
         for path in (tmp_path / "file" / "run", read_only / "run", read_only):
-            with pytest.raises(ConfigError, match=r"^checkpoint\.path = .*: cannot be written to"):
+            with pytest.raises(ConfigError, match=": cannot be written to") as error:
                 check_saves(path)
+            assert str(error.value).startswith(f"checkpoint.path = {str(path.parent)!r}: ")
     check_saves(tmp_path / "new" / "run")
     assert (tmp_path / "new" / "run").is_dir()
 

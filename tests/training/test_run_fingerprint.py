@@ -224,13 +224,15 @@ def test_harmless_changes_are_logged_others_warn(
     ]
 
 
-def test_fewer_steps_than_checkpoint_keep_learning_rate(
+def test_fewer_steps_than_checkpoint_and_constant_schedule_keep_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(configuration(tmp_path, steps=4))
-    for steps, expected in ((4, []), (3, []), (5, ["changed: steps: 4 -> 5"])):
+    train(configuration(tmp_path, steps=4, schedule={"name": "cosine"}))
+    changed = ["changed: steps: 4 -> 5"]
+    cases = ((4, "cosine", []), (3, "cosine", []), (5, "cosine", changed), (6, "constant", []))
+    for steps, schedule, expected in cases:
         caplog.clear()
-        config = configuration(tmp_path, steps=steps, resume="auto")
+        config = configuration(tmp_path, steps=steps, schedule={"name": schedule}, resume="auto")
         run = Trainer(config, World.current("cpu"), Console(config.log))
         assert run.run(StopSignals())
         warnings = [record.getMessage().split(" (")[0] for record in caplog.records]

@@ -23,6 +23,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import read_records
+from distmp.train import main
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_lease import DirectoryChoice, LostLeaseError, RunLease
 from distmp.training.trainer import Trainer
@@ -417,6 +418,16 @@ def test_named_checkpoint_is_continued_in_its_directory(tmp_path: Path) -> None:
     assert job.continued(None) is None
     assert job.final(StoredCheckpoint(path)).path == tmp_path / "run"
     job.release()
+
+
+def test_refused_checkpoint_path_does_not_train_without_lease(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x"
+    assert main(tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", f"--checkpoint.path={path}")) == 2
+    assert capsys.readouterr().err.startswith(f"distmp: checkpoint.path = {str(path)!r}: cannot")
+    assert not caplog.records
 
 
 def test_records_without_checkpoint_warn(tmp_path: Path) -> None:

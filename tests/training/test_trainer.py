@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.checkpoint import writer
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.snapshot import HostBuffers
+from distmp.config import load
 from distmp.data import IGNORED
+from distmp.data.order import sample_indices
 from distmp.models.loss import next_token_loss
 from distmp.telemetry.records import read_records
 from distmp.train import main
+from tests import faulty_runs
 from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
-from tests.torchrun import TINY, tiny
+from tests.torchrun import TINY, python, run, tiny
 
 Batch = dict[str, Tensor]
 # What happens to the disk, by the number of the training step whose loss is computed.
@@ -111,7 +116,7 @@ def test_run_continues_on_full_disk_and_saves_later(
         assert [step for step, *_ in failed] == [4, 6]
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
-            assert there_is == "the last checkpoint is of step 2; this does not stop the run"
+            assert there_is == "the last checkpoint is of step 2"
         assert saved_steps(directory / "run") == [8, 10]
         assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
@@ -194,6 +199,48 @@ def test_skipped_step_is_explained_in_record_and_console(
     assert overflow["parameters"][0]["name"].endswith("weight")
     assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in output
     assert sum(line.count(overflow["advice"]) for line in output) == 1 < len(skipped)
+
+
+def one_bad(split: str, sequence_length: int) -> list[tuple[Tensor, Tensor]]:
+    samples = [(x.clone(), y) for x, y in faulty_runs.line("validation", sequence_length) * 8]
+    if split == "train":
+        samples[5][0].fill_(math.nan)
+    return samples
+
+
+def test_skipped_step_has_one_reason_and_finite_losses_no_warning(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"--data.source={__name__}:one_bad"
+    assert main([*faulty_runs.ARGUMENTS, data, "--steps=8"]) == 0
+    output = capsys.readouterr().out
+    (line,) = (line for line in output.splitlines() if " skipped: " in line)
+    assert "skipped: bad input: 4 inf or NaN among" in line
+    place = re.search(r"on rank 0 in microbatch (\d+), first rows (\d+)$", line)
+    (record,) = (record for record in read_records(cwd / "run" / "steps.jsonl") if record.skipped)
+    assert place is not None
+    # As the page on troubleshooting computes it.
+    position = record.samples - 8 + 2 * int(place[1]) + int(place[2])
+    assert sample_indices(load([]).seed, position, 1, 64) == [5]
+    assert "the loss rose" not in output
+
+
+def mean_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    loss, weight = faulty_runs.squared(model, batch)
+    return loss / weight, weight
+
+
+def test_mistakes_are_warnings_without_code(tmp_path: Path) -> None:
+    options = ["--optim.lr=100", f"--model.loss={__name__}:mean_loss"]
+    command = python("-m", "distmp.train", *faulty_runs.ARGUMENTS, *options)
+    done = run([*command, "--steps=12"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("the loss looks like a mean, and its weight is 2, so ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    rise = r"^warning: the loss rose from \S+ in step 1 to \S+ in step 12; lower optim\.lr = 100$"
+    assert len(re.findall(rise, done.stdout, re.MULTILINE)) == 1, done.stdout
+    resumed = run([*command, "--resume=auto", "--steps=15"], tmp_path)
+    assert "the loss rose" not in resumed.stdout
 
 
 @pytest.mark.nightly

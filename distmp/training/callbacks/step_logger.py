@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -37,6 +39,8 @@ class StepLogger(Callback):
             self._writer = RecordWriter(path, run.progress.step, warn)
         self._rollback: Rollback | None = None
         self._started = 0
+        self._first_loss = math.nan  # of step 1; a run that resumes has none
+        self._last_losses: deque[float] = deque(maxlen=8)
         # Advice on skipped steps that was printed.
         self._advised: set[str] = set()
 
@@ -49,6 +53,18 @@ class StepLogger(Callback):
         trainer.console.step(record, trainer.config.steps)
         for message in self._messages(result):
             trainer.console.message(message)
+        self._last_losses.append(record.loss)
+        if result.step == 1:
+            self._first_loss = record.loss
+
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+        """Warn if all of the last losses are more than twice the first one."""
+        first, last = self._first_loss, self._last_losses
+        if 0 < 2 * first < min(last):
+            trainer.console.message(
+                f"warning: the loss rose from {first:.4g} in step 1 to {last[-1]:.4g} in step "
+                f"{trainer.progress.step}; lower optim.lr = {trainer.config.optim.lr:g}"
+            )
 
     def on_validation(
         self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
@@ -81,7 +97,7 @@ class StepLogger(Callback):
                 f"step {result.step}: dropped {numbers.dropped} microbatches with non-finite "
                 "gradients"
             )
-        if spike is not None and not result.rolls_back:
+        if spike is not None and overflow is None and not result.rolls_back:
             yield f"step {result.step}{' skipped' if numbers.skipped else ''}: {spike.problem}"
 
     def _once(self, hint: str) -> str:
