@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
-from unittest import mock
 
 from distmp.config import Config, RunConfig, load
 from distmp.distributed.orphans import end_with_launcher
@@ -160,14 +159,19 @@ def _quiet_except_first(local_rank: int) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _own_warnings_without_code() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _own_warnings_without_code() -> Iterator[None]:
     """Show warnings of distmp without a line of its code, and others as before."""
     usual, own = warnings.formatwarning, os.path.join(os.path.dirname(__file__), "")
 
     def text(message: Any, category: Any, file: str, *more: Any) -> str:
         return f"{message}\n" if file.startswith(own) else usual(message, category, file, *more)
 
-    return mock.patch.object(warnings, "formatwarning", text)
+    warnings.formatwarning = text  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 if __name__ == "__main__":

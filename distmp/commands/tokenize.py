@@ -6,13 +6,12 @@ Hugging Face `datasets` reads the documents and encodes them in several processe
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -210,7 +209,7 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
     # Each table is loaded on its own, because all files of a call need the same columns.
     for table, group in groupby(files, lambda file: file if file.suffix in _BY_SUFFIX else None):
         names = [str(file) for file in group]
-        with _explained(", ".join(names), arguments.key):
+        with _explained(", ".join(names)):
             loaded = datasets.load_dataset(
                 "text" if table is None else _BY_SUFFIX[table.suffix],
                 data_files=names,
@@ -228,29 +227,12 @@ def _column(loaded: Any, name: str, key: str) -> Any:
     require(key in loaded.column_names, "INPUT", name, problem)
     texts = loaded.data.column(key)
     if texts.null_count:
-        _check_lines(name, key)
         row = texts.is_null().index(True).as_py() + 1
         problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
         raise ConfigError("INPUT", name, problem)
     problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
     require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")
-
-
-def _check_lines(name: str, key: str) -> None:
-    """Refuse a .jsonl file for its first line without a text; called after an error.
-
-    The rows in messages of other libraries are counted from 0, in each block of the file.
-    """
-    if _BY_SUFFIX.get(Path(name).suffix) != "json":
-        return
-    with suppress(OSError), open(name, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            with suppress(ValueError, LookupError, TypeError):
-                if not line.strip() or isinstance(json.loads(line)[key], str):
-                    continue
-            problem = f"is no JSON object with a text {key!r}; correct it, or set another --key"
-            raise ConfigError("INPUT", name, f"line {number} {problem}")
 
 
 def _files(name: str) -> list[Path]:
@@ -292,15 +274,12 @@ def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path
 
 
 @contextmanager
-def _explained(name: str, key: str = "") -> Iterator[None]:
-    """Explain an error about the input `name`, a file if `key` names its texts."""
+def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        if key:
-            _check_lines(name, key)
         # Libraries of formats raise any type; `datasets` hides the cause behind its own.
         hidden = type(error).__name__ == "DatasetGenerationError"
         cause = (error.__cause__ if hidden else None) or error
