@@ -157,18 +157,20 @@ class Lease:
         Args:
             on_wait: Called before each check with the owner that the job waits for. It may raise an
                 exception to end the wait.
-            first: Only if the directory never had an owner; does not wait.
+            first: Only if the owner is known to have ended, or there was none; does not wait.
 
         Raises:
-            HeldError: If another job owns the directory and still runs; with `first`, if the
-                directory has an owner, or had one.
+            HeldError: If another job owns the directory and still runs; with `first`, if it may
+                still run.
             OSError: If the lease cannot be read or written.
         """
+
+        def refuse(owner: Owner) -> None:
+            raise HeldError(owner)
+
         while True:
             number = _latest(self.directory)
-            if first and number:
-                raise HeldError(_owner(self.directory, number) or self._content.owner)
-            if self._is_free(number, on_wait) and self._create(number + 1):
+            if self._is_free(number, refuse if first else on_wait) and self._create(number + 1):
                 return
 
     def renew(self, state: str | None = None) -> None:

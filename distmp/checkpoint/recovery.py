@@ -16,7 +16,7 @@ from distmp.checkpoint import storage
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
 from distmp.distributed.failing_together import Ranks
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, ConfigError, did_you_mean
 
 logger = logging.getLogger("distmp")
 
@@ -138,8 +138,9 @@ def resolve(
         )
     if result.checkpoint is None and resume != "auto" and (is_file or not missing_ok):
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
-        hint = "; use auto to start a new run" if setting == "resume" else ""
-        raise ConfigError(setting, resume, f"{directory.absolute()} {problem}{hint}")
+        if setting == "resume":
+            problem += f"; {did_you_mean(resume, ['auto']) or 'use auto to start a new run'}"
+        raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:
         for message in unusable + result.unfinished:
             logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")

@@ -36,8 +36,8 @@ def save(
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
     The checkpoint is atomic: it appears completely, under its final name, or not at all. A
-    checkpoint of the same step is replaced. Later ones, from before the run returned to an
-    earlier step, are set aside; see `storage`.
+    checkpoint of the same step is replaced. Those from before the run returned to an earlier step
+    are set aside; see `tidy`.
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
     displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step
@@ -144,6 +144,7 @@ def discard(directory: Path, step: int) -> None:
 def tidy(directory: Path, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
+    Those of a run that continued from an earlier step include a replaced one of the same step.
     Keeps the latest of those set aside, as many as `retention.last`.
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
@@ -151,15 +152,18 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
     try:
         # First, and the latest one last: it stays the newest if this process is killed.
         for entry in reversed(storage.entries_of(directory)):
-            if entry.finished and entry.step > step:
+            replaced = entry.path.suffix == ".replaced"
+            earlier = entry.step > step or (replaced and step > retention.continued_from)
+            if entry.finished and earlier:
                 logger.warning(
-                    "the run continued from an earlier step and saved step %d: the later "
-                    "checkpoint %s is set aside as %s",
+                    "the run continued from an earlier step and saved step %d: the earlier "
+                    "checkpoint of step %d is set aside as %s",
                     step,
-                    entry.path,
+                    entry.step,
                     storage.set_aside(entry.path),
                 )
-        storage.remove_replaced(directory)
+            elif replaced:
+                storage.remove(entry.path)
         by_step = {e.step: e.path for e in reversed(storage.entries_of(directory)) if e.finished}
         found = {s: manifest.readable_state(path) for s, path in by_step.items()}
         states = {s: state for s, state in found.items() if state is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -23,11 +24,14 @@ class Retention:
         best: Step of the best checkpoint so far, which `state.json` of the new one names; None for
             none. It is kept for as long as one of the latest checkpoints names it: a rollback to
             that one needs it again.
+        continued_from: Step from which this run continued; inf if it did not. A checkpoint of a
+            later step that a new one replaces is set aside.
     """
 
     last: int = 2
     every: int = 0
     best: int | None = None
+    continued_from: float = math.inf
 
     def surplus(
         self,

@@ -8,7 +8,7 @@ checkpoint or none. Suffixes mark other directories:
 - `.replaced`: was current until another checkpoint of the same step was written. It is used while
   that one is missing, in case the machine stops between the two renames.
 - `.removing`: is being deleted.
-- `.abandoned`: belongs to a later step than the one just saved, from before the run returned to an
+- `.abandoned`: belongs to the step just saved or a later one, from before the run returned to an
   earlier step. The newest are kept for the user, see `saving.tidy`; `--resume auto` ignores them.
 """
 
@@ -119,12 +119,6 @@ def publish(written: Path) -> Path:
     written.rename(final)
     synchronize(final.parent)
     return final
-
-
-def remove_replaced(directory: Path) -> None:
-    """Remove checkpoints that were replaced by another one of the same step."""
-    for path in directory.glob("step-*.replaced"):
-        remove(path)
 
 
 def remove(path: Path) -> None:

@@ -139,6 +139,7 @@ class CheckpointWriter:
             saved: Whether the checkpoint is in the directory of this run.
         """
         self.saved_step = step if saved else None
+        self._retention = replace(self._retention, continued_from=step)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`, the same on all ranks.

@@ -34,6 +34,6 @@ def main(argv: list[str]) -> int:
     # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
 
-    size = export(arguments.checkpoint, arguments.to, arguments.dtype, ema=arguments.ema)
-    sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
+    checkpoint = export(arguments.checkpoint, arguments.to, arguments.dtype, ema=arguments.ema)
+    sys.stdout.write(f"exported {checkpoint} in {arguments.dtype} to {arguments.to}\n")
     return 0

@@ -228,10 +228,8 @@ def _column(loaded: Any, name: str, key: str) -> Any:
     require(key in loaded.column_names, "INPUT", name, problem)
     texts = loaded.data.column(key)
     if texts.null_count:
-        _check_lines(name, key)
         row = texts.is_null().index(True).as_py() + 1
-        problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
-        raise ConfigError("INPUT", name, problem)
+        raise ValueError(f"row {row} has no {key!r}; set --key to a key of all rows")
     problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
     require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")

@@ -89,25 +89,12 @@ class StateToSave(NamedTuple):
                 "the weights; save after it, or use engine.export(directory) for the average"
             )
         tensors = engine.state_dict()
-        counts = tensors["engine/counts"]
-        skipped = skipped_in_a_row(counts)
+        applied, unapplied, skipped = tensors["engine/counts"].tolist()
         problem = None
         if skipped >= WARN_AFTER_SKIPS:
             problem = f"the last {skipped} steps were all skipped"
-        step = int(counts[:2].sum())
-        return cls(step, tensors, engine.updated_by_optimizer(), Health(problem, skipped))
-
-
-def skipped_in_a_row(counts: Tensor) -> int:
-    """Return the number of steps skipped since the last applied update.
-
-    It is 0 before the first update, when there is no better state to continue from.
-
-    Args:
-        counts: Updates applied, steps skipped, and steps skipped since the last update.
-    """
-    applied, _, in_a_row = counts.tolist()
-    return int(in_a_row) if applied else 0
+        health = Health(problem, skipped)
+        return cls(applied + unapplied, tensors, engine.updated_by_optimizer(), health)
 
 
 def described_optimizer(engine: SavedEngine) -> dict[str, list[str]]:

@@ -118,7 +118,7 @@ def export(
     dtype: str = "fp32",
     *,
     ema: bool = False,
-) -> int:
+) -> StoredCheckpoint:
     """Write the weights in a checkpoint as safetensors, in one process and tensor by tensor.
 
     Takes the memory of one tensor.
@@ -134,7 +134,7 @@ def export(
     The adapters of a run with `model.peft` are written alone, in peft's format.
 
     Returns:
-        Number of exported elements.
+        The checkpoint.
 
     Raises:
         ConfigError: If there is no checkpoint or no average in it, the directory is not empty or
@@ -150,9 +150,9 @@ def export(
         ...     lambda named: torch.optim.AdamW(named, fused=True),
         ...     policy="fp32",
         ... )
-        >>> checkpoint = engine.save("checkpoints")
-        >>> export(checkpoint, "exported", "bf16")
-        36
+        >>> saved = engine.save("checkpoints")
+        >>> export("checkpoints", "exported", "bf16").path.name
+        'step-000000'
     """
     require(dtype in DTYPE_WORDS, "--dtype", dtype, nearest(dtype, DTYPE_WORDS))
     check_directory_name("--to", directory)
@@ -174,7 +174,7 @@ def export(
     else:
         described = checkpoint.numbers.get("model")
         write(target, weights, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
-    return sum(tensor.numel() for tensor in weights.specs.values())
+    return checkpoint
 
 
 def _tokenizer(checkpoint: StoredCheckpoint) -> Path | None:

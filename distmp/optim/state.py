@@ -91,7 +91,8 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names[id(parameter)]!r} as "
-                    f"{type(value).__name__}; only tensors can be saved"
+                    f"{type(value).__name__}; only tensors can be saved: use another optimizer, or "
+                    "a subclass that keeps a tensor"
                 )
             state[f"{names[id(parameter)]}/{key}"] = value
     return state

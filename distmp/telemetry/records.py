@@ -8,7 +8,6 @@ the last line break is an incomplete record of a process that was killed.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import math
@@ -196,9 +195,13 @@ class RecordWriter:
         """Append a complete line or nothing."""
         if os.fstat(file.fileno()).st_size > self._size:
             file.truncate(self._size)  # remove an incomplete line
-        if file.write(line) < len(line):
+        rest = line
+        try:
+            while rest:  # the write after an incomplete one raises its cause
+                rest = rest[file.write(rest) :]
+        except OSError:
             file.truncate(self._size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
         self._size += len(line)
 
 

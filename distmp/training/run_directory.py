@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distmp.checkpoint.storage import locate
+from distmp.checkpoint.storage import entries_of, locate
 from distmp.distributed import rendezvous_store
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DistmpError
@@ -62,6 +62,17 @@ class RunDirectory:
         """Return whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a finished checkpoint of a step that was taken."""
+        return any(each.finished and each.step for each in entries_of(self.checkpoints))
+
+    def is_unused(self) -> bool:
+        """Return whether the directory holds at most what a run writes before its first step."""
+        early = {self.config, self.manifest, self.log(0).parent, self.checkpoints}
+        found = {*self.path.glob("*"), *self.checkpoints.glob("*")} - early
+        kept = [path for path in found if path != self.records or path.stat().st_size]
+        return os.access(self.path, os.W_OK) and all(p.match("lease-*.json") for p in kept)
+
 
 def check_saves(checkpoints: Path) -> None:
     """Create the directory of the checkpoints of a new run, below `checkpoint.path`.
@@ -79,9 +90,14 @@ def check_saves(checkpoints: Path) -> None:
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
-    """Return the newest directory created for `run_dir`, see `existing_runs`."""
+    """Return the directory that `resume: auto` continues, see `existing_runs`; None without any."""
     runs = existing_runs(run_dir, checkpoint_path)
-    return runs[-1] if runs else None
+    return latest_of(runs) if runs else None
+
+
+def latest_of(runs: Sequence[RunDirectory]) -> RunDirectory:
+    """Return the last run with a checkpoint; if none has one, the last run."""
+    return ([run for run in runs if run.has_checkpoint()] or runs)[-1]
 
 
 def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunDirectory]:
@@ -124,9 +140,7 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
         ConfigError: If the directory cannot be created.
     """
     first = path = Path(run_dir)
-    taken = set()
-    if checkpoint_path is not None:
-        taken = _directories_in(locate("checkpoint.path", checkpoint_path))
+    taken = {run.path.name for run in existing_runs(run_dir, checkpoint_path)}
     number = 1
     while True:
         try:

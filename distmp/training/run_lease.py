@@ -79,7 +79,7 @@ class RunLease:
 
         Args:
             log: Receives a message before a wait.
-            first: Only if the directory and its checkpoints never had an owner.
+            first: Only if no other job can own the directory or its checkpoints; does not wait.
 
         Raises:
             ConfigError: If another job owns them.
@@ -226,26 +226,23 @@ class DirectoryChoice:
             ConfigError: If it cannot be created, or another job owns it.
         """
         config = self._config
-        newest = run_directory.latest_run(config.run_dir, config.checkpoint.path)
+        runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
         if self.lease is not None:
-            newest = self.lease.directory
-        if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
-            if self.lease is None:
-                self._claim(newest)
-            newest.path.mkdir(parents=True, exist_ok=True)
-            return newest
-        before, self.lease = self.lease, None
-        try:
-            directory = self._create()
-        finally:
-            if before is not None:
-                before.release()
-        if before is not None and before.directory.records.exists():
-            earlier = before.directory
-            self._log(
-                f"warning: {earlier.path} has records of steps, but there is no checkpoint in "
-                f"{earlier.checkpoints}; training starts from the beginning in {directory.path}"
-            )
+            runs = [self.lease.directory]
+        for run in runs:
+            if checkpoint is not None and run.owns(checkpoint.path):
+                if self.lease is None:
+                    self._claim(run)
+                return run
+        before = self.lease
+        directory = self._create()
+        taken, why = Path(config.run_dir).absolute(), ""
+        if before is not None:
+            before.release()
+            taken = before.directory.path
+            why = ", but has no checkpoint to continue from, so training starts from the beginning"
+        if taken != directory.path:
+            self._log(f"{taken} is taken{why}; this run writes to {directory.path}")
         return directory
 
     def release(self) -> None:
@@ -255,18 +252,16 @@ class DirectoryChoice:
             self.lease = None
 
     def _to_continue(self) -> RunDirectory | None:
-        """Return the newest directory, but for a scheduler's job preferably the one it wrote to.
+        """Return the latest run, but for a scheduler's job preferably one that it wrote to.
 
         Raises:
             ConfigError: If there are only checkpoints of other runs, of the same name.
         """
         config = self._config
         runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
-        if scheduler := self._job.scheduler:
-            of_job = [run for run in runs if _scheduler_job(run) == scheduler]
-            if of_job:
-                return of_job[-1]
-        own = [run for run in runs if _other_run(run) is None]
+        scheduler = self._job.scheduler
+        own = [run for run in runs if scheduler and _scheduler_job(run) == scheduler]
+        own = own or [run for run in runs if _other_run(run) is None]
         if runs and not own:
             checkpoints = runs[-1].checkpoints
             raise ConfigError(
@@ -276,14 +271,30 @@ class DirectoryChoice:
                 f"the run {runs[-1].path}; give it a run_dir with another last name, or continue "
                 f"that run with --resume {checkpoints}",
             )
-        return own[-1] if own else None
+        return self._latest(own) if own else None
+
+    def _latest(self, runs: list[RunDirectory]) -> RunDirectory:
+        """Return the latest run with a checkpoint; the last one if none has any.
+
+        Raises:
+            ConfigError: If another job trains in a later one.
+        """
+        latest = run_directory.latest_of(runs)
+        for later in runs[runs.index(latest) + 1 :]:
+            self._claim(later)
+            self.release()
+            self._log(f"{later.path} has no checkpoint; continuing in {latest.path}")
+        return latest
 
     def _create(self) -> RunDirectory:
-        """Create and claim a directory that no other job has used."""
+        """Create and claim a directory, or claim the newest one if no run has trained there."""
         config = self._config
+        place = (config.run_dir, config.checkpoint.path)
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
+        newest = run_directory.existing_runs(*place)[-1:]
+        unused = [run for run in newest if run.is_unused() and not self._found_none]
         while True:
-            directory = run_directory.create_run(config.run_dir, config.checkpoint.path)
+            directory = unused.pop() if unused else run_directory.create_run(*place)
             if self._found_none and first.path != directory.path:
                 # Another job, perhaps of the same command, has created the first directory.
                 directory.path.rmdir()
@@ -297,11 +308,9 @@ class DirectoryChoice:
                 )
             if config.checkpoint.path is not None:
                 run_directory.check_saves(directory.checkpoints)
-            try:
+            with contextlib.suppress(ConfigError):
                 self._claim(directory, first=True)
-            except ConfigError:
-                continue
-            return directory
+                return directory
 
     def _claim(self, directory: RunDirectory, *, first: bool = False) -> None:
         lease = RunLease(directory, self._job)

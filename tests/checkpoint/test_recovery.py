@@ -119,11 +119,15 @@ def test_resume_from_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("missing", "does not exist; use auto to start a new run"), ("", "contains none")],
+    [
+        ("missing", "does not exist; use auto to start a new run"),
+        ("", "contains none"),
+        ("atuo", "does not exist; did you mean 'auto'"),
+    ],
 )
 def test_path_without_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        recovery.resolve(str(tmp_path / name), tmp_path)
+        recovery.resolve(name if name == "atuo" else str(tmp_path / name), tmp_path)
     assert error.value.setting == "resume"
 
 

@@ -114,6 +114,28 @@ def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "step-000030.abandoned")
 
 
+def test_replaced_checkpoint_of_continued_run_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step, content="old")
+    publish(write(tmp_path, 10, "rolled back"))
+    saving.tidy(tmp_path, 10, Retention(continued_from=10))
+    assert names(tmp_path) == ["step-000010", "step-000020.abandoned"]
+    save(tmp_path, 20, content="new")
+    caplog.clear()
+    publish(write(tmp_path, 20, "newer"))
+    saving.tidy(tmp_path, 20, Retention(continued_from=10))
+    assert names(tmp_path) == ["step-000010", "step-000020", "step-000020.abandoned"]
+    assert (tmp_path / "step-000020" / STATE_FILE).read_text() == "newer"
+    aside = tmp_path / "step-000020.abandoned"
+    assert (aside / STATE_FILE).read_text() == "new"
+    assert caplog.messages == [
+        "the run continued from an earlier step and saved step 20: the earlier checkpoint of step "
+        f"20 is set aside as {aside}"
+    ]
+
+
 def test_latest_checkpoints_set_aside_stay(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step, keep=9)

@@ -229,6 +229,8 @@ def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
         writing.resumed(1, saved=True)
         writing.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
         assert StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
+        aside = StoredCheckpoint(tmp_path / "step-000003.abandoned")
+        assert aside.numbers == {"first": True}
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])

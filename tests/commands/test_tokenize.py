@@ -188,7 +188,7 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
         ),
         (
             ["missing.parquet", "--tokenizer=bytes"],
-            "INPUT = 'missing.parquet': row 2 has no 'text'; set --key to a key of all rows",
+            "INPUT = 'missing.parquet': cannot be read: row 2 has no 'text'; set --key to",
         ),
         (["nothing", "--tokenizer=bytes"], "there is no file in this directory"),
         (["dead", "--tokenizer=bytes"], "dead/b.txt"),

@@ -61,8 +61,8 @@ def test_master_weights_of_strategies_load_in_plain_torch(tmp_path: Path) -> Non
         assert any((w != w.bfloat16()).any() for w in expected.values())
         for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             directory = tmp_path / f"{name} {dtype}"
-            size = export(tmp_path / name, directory, dtype)
-            assert size == sum(p.numel() for p in Classifier().parameters())
+            found = export(tmp_path / name, directory, dtype)
+            assert found.path == tmp_path / name / "checkpoints" / "step-000002"
             state = load_file(directory / "model.safetensors")
             assert_same_bits(state, {k: v.to(torch_dtype) for k, v in expected.items()})
             model = Classifier().to(torch_dtype)
@@ -165,7 +165,7 @@ def test_run_continues_from_exported_weights(
     assert main([*arguments, bf16, "--steps=15", "--run-dir=run"]) == 0
     assert cli.main(["export", "run", "--to", "weights/fp32"]) == 0
     output = capsys.readouterr().out
-    assert output.endswith(" elements in fp32 to weights/fp32\n")
+    assert output.endswith("exported run/checkpoints/step-000015 in fp32 to weights/fp32\n")
     modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
     new = cwd / "new"
     new.touch()
@@ -280,4 +280,4 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
         export(path, tmp_path / "new", "fp16")
     # In FP32 infinities of the checkpoint are exported as they are.
     path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(float("inf"))})
-    assert export(path, tmp_path / "new") == 1
+    assert export(path, tmp_path / "new").path == path

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import shutil
 import tempfile
 from contextlib import closing
@@ -177,6 +178,21 @@ def test_records_are_buffered_on_full_disk(tmp_path: Path) -> None:
     assert messages[2] == messages[0]
     assert messages[3] == f"{lost} records are lost: cannot write {path}"
     assert len(messages) == 4
+
+
+def test_cause_of_incomplete_write_is_reported(path: Path) -> None:
+    messages: list[str] = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(RecordWriter(path, None, messages.append)) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            for step in range(1, 5):
+                writer.write(record(step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert messages[0].startswith(f"cannot write {path}: [Errno 27] File too large; training")
+        assert path.read_bytes().endswith(b"\n")
+    assert len(messages) == 2
 
 
 def test_deleted_file_is_created_again(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from distmp.checkpoint import manifest
-from distmp.engine.checkpoints import skipped_in_a_row
 from distmp.export.export import export
+from distmp.models.loss import next_token_loss
 from distmp.train import main
 from distmp.training.callbacks.callback import Callback, StepResult, TrainingLoop
 from tests.marks import nightly
@@ -123,10 +125,32 @@ def test_checkpoint_in_final_skipped_steps_is_ignored(
     assert marks() == {4: None, 9: problem}
 
 
-def test_steps_before_first_update_are_not_skipped() -> None:
-    """There is no better state to continue from."""
-    assert skipped_in_a_row(torch.tensor([0.0, 12.0, 12.0])) == 0
-    assert skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
+def not_a_number(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    loss, weight = next_token_loss(model, batch)
+    return math.nan * loss, weight
+
+
+@pytest.mark.parametrize("policy", [nightly("bf16"), "fp16"])
+@pytest.mark.parametrize("steps", [11, nightly(13)])
+def test_run_without_update_fails_and_has_no_healthy_checkpoint(
+    policy: str,
+    steps: int,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends after step 11, or at the limit of 12 steps."""
+    options = [f"--model.loss={__name__}:not_a_number", f"--precision.policy={policy}"]
+    assert train(*options, f"--steps={steps}") == 1
+    error = capsys.readouterr().err
+    assert "; there is no healthy checkpoint in " in error
+    assert "so start again without --resume" in error
+    if steps == 11:
+        assert "all 11 steps were skipped, so the weights after step 11 are the initial" in error
+    last = min(steps, 12)
+    assert marks() == {last: f"the last {last} steps were all skipped"}
+    assert any("step-000010 is marked as unhealthy" in message for message in caplog.messages)
+    assert train(*options, "--resume=auto") == 1
+    assert "can be used" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

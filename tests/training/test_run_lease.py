@@ -15,6 +15,7 @@ import pytest
 
 from distmp.checkpoint import lease as leases
 from distmp.checkpoint.lease import Lease, Owner
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
@@ -241,8 +242,15 @@ def begin(chosen: DirectoryChoice) -> RunDirectory:
     directory = chosen.continued(None)
     if directory is None:
         directory = chosen.final(None)
-        (directory.path / "checkpoints").mkdir()
+        saved(directory)
     return directory
+
+
+def saved(run: RunDirectory, step: int = 1) -> Path:
+    """Create the directory of a checkpoint."""
+    path = run.checkpoints / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    return path
 
 
 def test_run_does_not_continue_from_checkpoints_of_another_run(tmp_path: Path) -> None:
@@ -330,9 +338,101 @@ def test_refused_checkpoint_path_does_not_train_without_lease(
     assert not caplog.records
 
 
+def messages_of(chosen: DirectoryChoice) -> list[str]:
+    lines: list[str] = []
+    chosen._log = lines.append
+    return lines
+
+
+def start(directory: Path, name: str, resume: str | None = None) -> RunDirectory:
+    """Choose a directory as a job that ends without a step."""
+    job = choice(directory, other(name), resume)
+    job.continued(None)
+    found = job.final(None)
+    job.release()
+    return found
+
+
+def test_refused_run_leaves_directory_to_next_one(tmp_path: Path) -> None:
+    for name in "ab":
+        refused = start(tmp_path, name)
+        assert refused.path.name == "run"
+    refused.checkpoints.mkdir()
+    for early in (refused.config, refused.manifest, refused.log(0)):
+        early.parent.mkdir(exist_ok=True)
+        early.write_text("{}")
+    refused.records.touch()
+    for name, resume in (("c", "auto"), ("d", None)):
+        job = choice(tmp_path, other(name), resume)
+        lines = messages_of(job)
+        job.continued(None)
+        assert job.final(None).path == refused.path
+        job.release()
+        assert lines == []
+    (refused.path / "notes.txt").touch()
+    assert start(tmp_path, "e").path.name == "run-2"
+
+
+@pytest.mark.parametrize("used", ["a step", "a checkpoint", "a job"])
+def test_used_directory_is_not_taken(used: str, tmp_path: Path) -> None:
+    first = choice(tmp_path, other("a"), resume=None)
+    run = first.final(None)
+    if used == "a step":
+        run.records.write_text("{}\n")
+    if used == "a checkpoint":
+        saved(run)
+    if used != "a job":
+        first.release()
+    second = choice(tmp_path, other("b"), resume=None)
+    lines = messages_of(second)
+    assert second.final(None).path.name == "run-2"
+    assert lines == [f"{tmp_path}/run is taken; this run writes to {tmp_path}/run-2"]
+    for job in (first, second):
+        job.release()
+
+
+def test_newest_run_with_checkpoint_is_continued(tmp_path: Path) -> None:
+    first = start(tmp_path, "a")
+    saved(first)
+    refused = choice(tmp_path, other("b"), resume=None)
+    later = refused.final(None)
+    later.records.write_text("{}\n")
+    saved(later, step=0)
+    again = choice(tmp_path, other("c"))
+    lines = messages_of(again)
+    refused.release()
+    continued = again.continued(None)
+    assert continued is not None
+    assert continued.path == first.path
+    assert lines == [f"{later.path} has no checkpoint; continuing in {first.path}"]
+    again.release()
+
+
+@pytest.mark.usefixtures("_patient")
+def test_run_without_checkpoint_is_not_passed_over_while_it_trains(tmp_path: Path) -> None:
+    saved(start(tmp_path, "a"))
+    running = choice(tmp_path, other("b"), resume=None)
+    assert running.final(None).path.name == "run-2"
+    with pytest.raises(ConfigError, match="run-2': belongs to another job"):
+        choice(tmp_path, other("c")).continued(None)
+    running.release()
+
+
+def test_named_checkpoint_is_continued_in_its_directory(tmp_path: Path) -> None:
+    path = saved(start(tmp_path, "a"))
+    for number in (2, 3):
+        found = start(tmp_path, f"b{number}")
+        saved(found)
+    assert found.path.name == "run-3"
+    job = choice(tmp_path, other("c"), resume=str(tmp_path / "run"))
+    assert job.continued(None) is None
+    assert job.final(StoredCheckpoint(path)).path == tmp_path / "run"
+    job.release()
+
+
 def test_records_without_checkpoint_warn(tmp_path: Path) -> None:
     first = choice(tmp_path, other("a"), resume=None)
-    earlier = begin(first)
+    earlier = first.final(None)
     earlier.records.write_text("{}\n")
     first.release()
     lines: list[str] = []
@@ -343,9 +443,10 @@ def test_records_without_checkpoint_warn(tmp_path: Path) -> None:
     assert continued.path == earlier.path
     assert again.final(None).path.name == "run-2"
     again.release()
-    (warning,) = lines
-    assert "training starts from the beginning in" in warning
-    assert str(earlier.path) in warning
+    assert lines == [
+        f"{earlier.path} is taken, but has no checkpoint to continue from, so training starts from "
+        f"the beginning; this run writes to {earlier.path}-2"
+    ]
 
 
 @pytest.mark.usefixtures("_patient")
@@ -356,7 +457,7 @@ def test_directory_without_checkpoint_stays_leased_until_save(tmp_path: Path) ->
     assert first.continued(None) is not None
     with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
-    assert first.final(None).path.name == "run-2"
+    assert first.final(None).path.name == "run"
     with pytest.raises(ConfigError, match="belongs to another job"):
         second.continued(None)
     first.release()

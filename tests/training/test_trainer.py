@@ -48,6 +48,26 @@ def eventful_loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor 
     return next_token_loss(model, batch)
 
 
+class CountingSGD(torch.optim.SGD):
+    """Counts its updates in the state of the parameters."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_optimizer_whose_state_cannot_be_saved_ends_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*tiny(tmp_path), f"--optim.name={__name__}:CountingSGD"]) == 1
+    assert "CountingSGD keeps 'step' of" in capsys.readouterr().err
+    assert len(read_records(tmp_path / "run" / "steps.jsonl")) <= 1
+
+
 def trained(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,9 +172,7 @@ def test_run_starts_on_full_disk(
         fill(directory)
         assert trained(tmp_path, monkeypatch, {4: lambda: (directory / "ballast").unlink()}) == 0
         assert "config.yaml: [Errno 28]" in capsys.readouterr().out
-        assert [r.step for r in read_records(directory / "run-2" / "steps.jsonl")] == [
-            *range(1, 11)
-        ]
+        assert [r.step for r in read_records(directory / "run" / "steps.jsonl")] == [*range(1, 11)]
 
 
 # What a training run prints and records about steps that overflow.
@@ -261,13 +279,15 @@ def test_run_without_targets_is_reported(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = [f"--data.source={__name__}:all_ignored"]
-    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]
+    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 1
+    output, error = capsys.readouterr()
+    lines = [line for line in output.splitlines() if " skipped: " in line]
     assert [line.split(":")[0] for line in lines] == ["step 1 skipped", "step 2 skipped"]
     assert all("the global weight is 0" in line for line in lines)
     assert ["check that batches have targets" in line for line in lines] == [True, False]
-    warning = caplog.records[-1].getMessage()
-    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in warning
+    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in error
+    assert "so start again without --resume" in error
+    assert "all 2 steps were skipped" in caplog.records[-1].getMessage()
 
 
 # When a run saves.

@@ -19,7 +19,7 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.failing_together import describe
 from distmp.distributed.progress import SAVING, current_phase
-from distmp.engine.checkpoints import StateToSave, described_optimizer, skipped_in_a_row
+from distmp.engine.checkpoints import StateToSave, described_optimizer
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
@@ -75,9 +75,12 @@ class Checkpointing(Callback):
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
-        if not self._is_prepared and _saves_later(trainer, step.step):
-            self.writer.prepare(trainer.engine.state_dict() | self._states.tensors())
-        self._is_prepared = True
+        if not self._is_prepared:
+            # Raises for an optimizer whose state cannot be saved, before the run is in vain.
+            state = trainer.engine.state_dict()
+            if _saves_later(trainer, step.step):
+                self.writer.prepare(state | self._states.tensors())
+            self._is_prepared = True
         due = self.writer.is_due(step.step) or self._requested == step.step
         if step.step == trainer.config.steps or not due:
             return
@@ -91,20 +94,22 @@ class Checkpointing(Callback):
         """Save the last step, and warn if it was skipped.
 
         Raises:
-            TrainingError: If the run is finished, but its weights are unhealthy, or it resumed
-                after skipped steps and applied no update.
+            TrainingError: If the run is finished, but its weights are unhealthy, or it applied no
+                update from the start on or after skipped steps that it resumed from.
         """
-        counts, step = trainer.engine.step_counts, trainer.progress.step
-        message = _skips_message(step, *counts.tolist())
-        skipped, own = skipped_in_a_row(counts), step - self._first_step
-        if finished and (skipped >= WARN_AFTER_SKIPS or 0 < own < skipped):
+        step = trainer.progress.step
+        applied, total, skipped = trainer.engine.step_counts.tolist()
+        message = _skips_message(step, applied, total, skipped)
+        own = step - self._first_step
+        in_vain = own > 0 and (own < skipped or not applied)
+        if finished and (skipped >= WARN_AFTER_SKIPS or in_vain):
             raise TrainingError(f"{message}; {self.give_up(trainer, message)}")
         self.save_now(trainer)
         if message and trainer.world.rank == 0:
             before = (
                 f", and continue from a checkpoint before step {step - skipped} with --resume PATH"
             )
-            logger.warning("%s%s", message, before if skipped else "")
+            logger.warning("%s%s", message, before if applied else "")
 
     def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
@@ -139,7 +144,7 @@ class Checkpointing(Callback):
             problem: Why the run cannot continue.
         """
         self.writer.finish()
-        if skipped_in_a_row(trainer.engine.step_counts):
+        if trainer.engine.step_counts[2]:
             current_phase.enter(SAVING, transfers=True)
             step, tensors, numbers, held, health = self._state(trainer)
             marked = health._replace(problem=health.problem or problem.partition(";")[0])
