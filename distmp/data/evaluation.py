@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from distmp.data.loading import Batch, Collate, check_same_source, collate_of, is_stream
+from distmp.data.loading import (
+    Batch,
+    Collate,
+    check_same_source,
+    collate_of,
+    is_stream,
+    read_sample,
+)
 from distmp.distributed.world import World
 
 
@@ -55,7 +62,7 @@ def evaluation_batches(
     chosen = size if samples is None else min(samples, size)
     indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
     groups = _grouped(iter(indices), microbatch_size)
-    yield from _own(groups, world, lambda g: combine([dataset[i] for i in g]))
+    yield from _own(groups, world, lambda g: combine([read_sample(dataset, i) for i in g]))
 
 
 def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -293,25 +293,30 @@ class SeededMicrobatches:
         return [self.sample(position, index) for position, index in places]
 
     def sample(self, position: int, index: int) -> Any:
-        """Return one sample; changes the state of the generators.
-
-        Raises:
-            DataError: If the dataset fails.
-        """
+        """Return one sample, see `read_sample`; changes the state of the generators."""
         self._seed_generators(position)
-        try:
-            return self.dataset[index]
-        except DistmpError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"sample {index} of the dataset {type(self.dataset).__qualname__} cannot be read: "
-                f"{describe(error)} ({_place(error)})"
-            ) from error
+        return read_sample(self.dataset, index)
 
     def _seed_generators(self, position: int) -> None:
         if self._draws:
             seed_generators(f"sample {self.seed} {position}")
+
+
+def read_sample(dataset: Any, index: int) -> Any:
+    """Return a sample of a map-style dataset.
+
+    Raises:
+        DataError: If the dataset fails.
+    """
+    try:
+        return dataset[index]
+    except DistmpError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"sample {index} of the dataset {type(dataset).__qualname__} cannot be read: "
+            f"{describe(error)} ({_place(error)})"
+        ) from error
 
 
 def _place(error: Exception) -> str:

@@ -233,6 +233,7 @@ class DirectoryChoice:
             if checkpoint is not None and run.owns(checkpoint.path):
                 if self.lease is None:
                     self._claim(run)
+                run.path.mkdir(parents=True, exist_ok=True)
                 return run
         before = self.lease
         directory = self._create()

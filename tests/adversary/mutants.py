@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "every rank keeps its own batch statistics",
         "distmp/parallel/module_buffers.py",
-        "dist.broadcast(flat, dist.get_global_rank(self._group, 0), self._group)",
+        "dist.broadcast(as_sent(flat), dist.get_global_rank(self._group, 0), self._group)",
         "pass",
     ),
     Mutant(

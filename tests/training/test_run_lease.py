@@ -328,16 +328,6 @@ def test_late_start_after_ended_run_is_refused(tmp_path: Path) -> None:
     assert second.lease is None
 
 
-def test_refused_checkpoint_path_does_not_train_without_lease(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "x"
-    assert main(tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", f"--checkpoint.path={path}")) == 2
-    assert capsys.readouterr().err.startswith(f"distmp: checkpoint.path = {str(path)!r}: cannot")
-    assert not caplog.records
-
-
 def messages_of(chosen: DirectoryChoice) -> list[str]:
     lines: list[str] = []
     chosen._log = lines.append
@@ -428,6 +418,16 @@ def test_named_checkpoint_is_continued_in_its_directory(tmp_path: Path) -> None:
     assert job.continued(None) is None
     assert job.final(StoredCheckpoint(path)).path == tmp_path / "run"
     job.release()
+
+
+def test_refused_checkpoint_path_does_not_train_without_lease(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "x"
+    assert main(tiny(tmp_path, f"--run-dir={tmp_path / 'run'}", f"--checkpoint.path={path}")) == 2
+    assert capsys.readouterr().err.startswith(f"distmp: checkpoint.path = {str(path)!r}: cannot")
+    assert not caplog.records
 
 
 def test_records_without_checkpoint_warn(tmp_path: Path) -> None:
