@@ -150,7 +150,7 @@ def _stop_in_the_last_validation(directory: Path) -> None:
     asked = trainer(directory)
 
     def ask() -> None:
-        if asked.world.rank == 1:
+        if asked.world.rank == 1 and asked.progress.step == STEPS:
             stop.received = signal.SIGTERM
 
     evaluate = asked.engine.evaluate_metrics

@@ -254,7 +254,7 @@ def test_run_that_skips_every_step_names_layer(tmp_path: Path) -> None:
     assert "loss scale 2^24 was too high" in messages[0]
     assert "first in the gradient of '" in messages[0]
     assert "on all 2 ranks" in messages[0]
-    assert "lower precision.loss_scale.init" in messages[0]
+    assert "lower the loss scale (init)" in messages[0]
     assert len(read_records(tmp_path / "0" / "run" / "steps.jsonl")) == 50
 
 
