@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ import numpy as np
 from distmp.data.loading import (
     Batch,
     Collate,
+    SeededMicrobatches,
     check_same_source,
     collate_of,
     is_stream,
-    read_sample,
 )
 from distmp.distributed.world import World
+from distmp.utils.generators import generators_kept, seed_generators
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,27 @@ def evaluation_batches(
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
-        groups = _grouped(islice(dataset, samples), microbatch_size)
+        groups = _grouped(_seeded(islice(dataset, samples)), microbatch_size)
         yield from _own(groups, world, combine, compared=True)
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
     indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
-    groups = _grouped(iter(indices), microbatch_size)
-    yield from _own(groups, world, lambda g: combine([read_sample(dataset, i) for i in g]))
+    # What the dataset draws depends on the sample alone.
+    seeded = SeededMicrobatches(dataset, 0, combine, collate_draws=collate_fn is not None)
+    groups = _grouped(zip(indices, indices, strict=True), microbatch_size)
+    yield from _own(groups, world, seeded.__getitems__)
+
+
+def _seeded(stream: Iterator[Any]) -> Iterator[Any]:
+    """Yield the samples of a stream; what it draws depends on their position alone."""
+    for position in count():
+        with generators_kept():
+            seed_generators(f"sample 0 {position}")
+            sample = [*islice(stream, 1)]
+        if not sample:
+            return
+        yield sample[0]
 
 
 def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

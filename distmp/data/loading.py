@@ -278,7 +278,7 @@ class SeededMicrobatches:
             places: (position, index) of each sample.
         """
         if not (self._draws or self.collate_draws):
-            return self.collate([self.dataset[index] for _, index in places])
+            return self.collate(self._samples(places))
         with generators_kept():
             samples = self._samples(places)
             seed_generators(f"microbatch {self.seed} {places[0][0]}")
@@ -293,30 +293,25 @@ class SeededMicrobatches:
         return [self.sample(position, index) for position, index in places]
 
     def sample(self, position: int, index: int) -> Any:
-        """Return one sample, see `read_sample`; changes the state of the generators."""
+        """Return one sample; changes the state of the generators.
+
+        Raises:
+            DataError: If the dataset fails.
+        """
         self._seed_generators(position)
-        return read_sample(self.dataset, index)
+        try:
+            return self.dataset[index]
+        except DistmpError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of the dataset {type(self.dataset).__qualname__} cannot be read: "
+                f"{describe(error)} ({_place(error)})"
+            ) from error
 
     def _seed_generators(self, position: int) -> None:
         if self._draws:
             seed_generators(f"sample {self.seed} {position}")
-
-
-def read_sample(dataset: Any, index: int) -> Any:
-    """Return a sample of a map-style dataset.
-
-    Raises:
-        DataError: If the dataset fails.
-    """
-    try:
-        return dataset[index]
-    except DistmpError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"sample {index} of the dataset {type(dataset).__qualname__} cannot be read: "
-            f"{describe(error)} ({_place(error)})"
-        ) from error
 
 
 def _place(error: Exception) -> str:

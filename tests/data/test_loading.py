@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from distmp.data.evaluation import ForwardOnly, evaluation_batches
 from distmp.data.loading import steps as all_steps
@@ -155,6 +157,32 @@ def test_ranks_evaluate_each_sample_once_in_equal_steps(
     chosen = size if samples is None else min(samples, size)
     assert sorted(seen) == [i * size // chosen for i in range(chosen)]
     assert len(set(seen)) == chosen
+
+
+class Drawing(Numbers):
+    """Draws its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(())
+
+
+class DrawingStream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.rand(()) for _ in range(8))
+
+
+@pytest.mark.parametrize("dataset", [Drawing(8), DrawingStream()])
+def test_random_numbers_of_samples_depend_on_no_rank(dataset: Any) -> None:
+    def values(world_size: int) -> list[float]:
+        of_ranks = [evaluate(dataset, rank, world_size) for rank in range(world_size)]
+        return sorted(torch.cat([batch for own in of_ranks for batch in own]).tolist())
+
+    state = torch.get_rng_state()
+    first = values(1)
+    assert len(set(first)) == 8
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert values(2) == first
 
 
 def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
