@@ -30,6 +30,7 @@ from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` decompresses them
 _TOKENS = "tokens.bin"
 
 
@@ -207,11 +208,11 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
     files = [file for name in arguments.inputs for file in _files(name)]
     columns = []
     # Each table is loaded on its own, because all files of a call need the same columns.
-    for table, group in groupby(files, lambda file: file if file.suffix in _BY_SUFFIX else None):
+    for table, group in groupby(files, lambda file: file if _suffix(file) in _BY_SUFFIX else None):
         names = [str(file) for file in group]
         with _explained(", ".join(names)):
             loaded = datasets.load_dataset(
-                "text" if table is None else _BY_SUFFIX[table.suffix],
+                "text" if table is None else _BY_SUFFIX[_suffix(table)],
                 data_files=names,
                 split="train",
                 cache_dir=str(cache),
@@ -235,6 +236,11 @@ def _column(loaded: Any, name: str, key: str) -> Any:
     return loaded.select_columns([key]).rename_column(key, "document")
 
 
+def _suffix(file: Path) -> str:
+    """Return the suffix that names the format of a file, which may be compressed."""
+    return Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+
+
 def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     require(path.exists(), "INPUT", name, "there is no such file or directory")
@@ -244,10 +250,10 @@ def _files(name: str) -> list[Path]:
         files = [path]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")
     for file in files:
-        is_empty = file.suffix in _BY_SUFFIX and file.is_file() and not file.stat().st_size
+        is_empty = _suffix(file) in _BY_SUFFIX and file.is_file() and not file.stat().st_size
         require(not is_empty, "INPUT", str(file), "is empty; leave it out")
         problem = "may be one document or one per line; rename it to .txt or .jsonl"
-        require(file.suffix != ".json", "INPUT", str(file), problem)
+        require(_suffix(file) != ".json", "INPUT", str(file), problem)
     return files
 
 
