@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp.config import BatchConfig, RunConfig
+from distmp.config import BatchConfig, RunConfig, load
 from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import AttemptError
@@ -22,9 +22,10 @@ from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight
 from distmp.training.preflight import is_enabled, join_checked
+from distmp.training.run_inputs import DATA, inputs
 from tests.elastic import Job, run_jobs
 from tests.ranks import run_ranks
-from tests.torchrun import tiny
+from tests.torchrun import corpus, tiny
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 3.0
@@ -220,3 +221,12 @@ def test_preflight_only_creates_no_run(tmp_path: Path) -> None:
     assert done.exit_codes == {}, done.stderr
     assert "preflight: 2 ranks on 1 host, consistent; all-reduce " in done.stdout
     assert [path.name for path in (tmp_path / "0").iterdir()] == ["logs"]
+
+
+def test_files_of_held_out_text_are_compared(tmp_path: Path) -> None:
+    corpus(tmp_path / "train")
+    corpus(tmp_path / "held")
+    paths = [f"--data.path={tmp_path / 'train'}", f"--data.validation-path={tmp_path / 'held'}"]
+    for arguments, directories in ((paths, {"train", "held"}), (paths[:1], {"train"})):
+        found = inputs(load(arguments), with_files=True)[DATA]
+        assert {Path(name).parent.name for name in found} == directories
