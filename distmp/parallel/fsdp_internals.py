@@ -319,6 +319,14 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
             yield GradientReduction(groups, accumulates, divisor)
 
 
+def fsdp2_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that FSDP2 shards or replicates, also as they are in forward."""
+    for parameter in (each for group in _groups(model) for each in group.fsdp_params):
+        yield parameter.sharded_param
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._unsharded_param
+
+
 def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
     """Return how an FSDP1 unit reduces the gradients of its own parameters, if it trains any.
 

@@ -53,6 +53,8 @@ def reduced_over(
     """
     if not found and (group is None or divisor is None):
         _check_single(module, group, divisor)
+    if found and group is None:
+        _check_all_reduced(module)
     groups = _found_groups(found) if group is None else _dimensions(group)
     several = tuple(each for each in groups if each.size() > 1)
     return several, _found_divisor(found) if divisor is None else divisor
@@ -109,6 +111,28 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
         "you sum gradients and what you divide the sum by: group=..., divisor=...",
     )
+
+
+# Modules all of whose parameters are reduced, because a walk through them takes long.
+_reduced: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_all_reduced(module: nn.Module) -> None:
+    """Refuse trainable parameters beside the wrapped parts of a module."""
+    if module in _reduced:
+        return
+    wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
+            wrapped |= {*map(id, part.parameters())}
+    for name, parameter in module.named_parameters():
+        problem = (
+            "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
+            "module, or reduce it yourself and pass group=... and divisor=..."
+        )
+        reduced = id(parameter) in wrapped or is_dtensor(parameter) or not parameter.requires_grad
+        require(reduced, "module", name, problem)
+    _reduced.add(module)
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:

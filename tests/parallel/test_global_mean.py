@@ -454,6 +454,9 @@ def test_modules_that_are_reduced_in_an_unknown_way_are_refused() -> None:
     with ddp.join():
         assert "join() lets ranks stop early" in refused(ddp)
 
+    head = nn.Sequential(DistributedDataParallel(nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert "module = '1.weight': no wrapper reduces its gradient" in refused(head)
+
     factor: Any = fully_shard(nn.Linear(4, 4))
     factor.set_gradient_divide_factor(2)
     assert f"set_gradient_divide_factor() {unknown}" in refused(factor)
