@@ -127,6 +127,13 @@ class Audit:
             self._clip(gradients.held_parameters(self._model, *optimizers), max_norm, norm)
             return norm
 
+        def clipped_by_value(*arguments: Any, **named: Any) -> None:
+            self._current.is_clipped_apart = True
+            by_value(*arguments, **named)
+
+        by_value = clip_grad.clip_grad_value_
+        for module in (clip_grad, torch.nn.utils):
+            yield patch.object(module, "clip_grad_value_", clipped_by_value)
         yield patch.object(clip_grad, "_clip_grads_with_norm_", clipped)
         yield patch.object(DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler)
 
@@ -255,7 +262,7 @@ class Audit:
                 others = "backward has terms that do not depend on the model's outputs"
                 doubts["unexplained"] = doubts["miscounted"] = others
         if any(step.is_clipped_apart for step in steps):
-            doubts["unexplained"] = "parts of the gradient are clipped separately"
+            doubts["unexplained"] = "parts or values of the gradient are clipped separately"
         if doubt := doubts.get(found.kind):
             return replace(found, kind="", text=f"{found.text}; {doubt}")
         return found
