@@ -390,7 +390,7 @@ def record_more(
             create()
         return
     views = recording.views
-    names = {held.name for held in held_tensors(module)}
+    names = [held.name for held in held_tensors(module)]  # in an order that ranks share
     recording.views = {n: views[recorded_name(n)] for n in names if recorded_name(n) in views}
     recorder = _Recorder(recording, seed)
     with generators_kept(), recorder:

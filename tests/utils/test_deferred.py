@@ -18,6 +18,7 @@ from distmp.utils.deferred import (
     build_whole,
     describe_initial_values,
     is_recorded,
+    record_more,
     recording_of,
 )
 from distmp.utils.generators import generators_kept
@@ -272,6 +273,16 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.linalg.qr(x.double())[0].float() if x.shape[0] == x.shape[1] else x.abs(),
     lambda x: x.index_fill_(0, torch.tensor([1, 3]), 2.0),
 ]
+
+
+def test_later_parameters_keep_the_order_of_the_module() -> None:
+    module = build_deferred(lambda: nn.ModuleDict({f"{n}": nn.Linear(2, 2) for n in range(9)}), 1)
+    record_more(module, lambda: None, 1, str)
+    described = describe_initial_values(module)
+    names = [name.partition(",")[0] for name in described]
+    assert [*dict.fromkeys(names)] == [
+        f"initial values of {name}" for name, _ in module.named_parameters()
+    ]
 
 
 @given(st.lists(st.sampled_from(range(len(STEPS))), max_size=8), st.integers(0, 2**62))
