@@ -343,7 +343,7 @@ def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> d
     for name in sorted(tensors):
         tensor = tensors[name]
         if isinstance(tensor, FlatShard):
-            if tensor.numel():
+            if tensor.numel() or (rank == 0 and 0 in tensor.global_shape):
                 written[name] = tensor
             continue
         replica, replicas = (

@@ -43,6 +43,8 @@ def rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
         start: First element, counted in row-major order.
         stop: One after the last element.
     """
+    if 0 in shape:  # nothing to store but the shape
+        return [Rectangle((0,) * len(shape), shape, 0)]
     if start >= stop:
         return []
     if not shape:

@@ -49,7 +49,12 @@ def make_writer(
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, fp32": {"strategy": "ddp", "policy": "fp32"},
     "ddp, bf16": {"strategy": "ddp", "policy": "bf16"},
-    "ddp, sharded optimizer": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
+    "ddp, sharded optimizer": {
+        "strategy": "ddp",
+        "policy": "bf16",
+        "shard_optimizer": True,
+        "model": "with buffers",
+    },
     "fsdp": {**sharded("fsdp"), "policy": "fp32"},
     "hsdp": {**sharded("hsdp", shard_size=1), "policy": "fp32"},
     "buffers": {"strategy": "ddp", "policy": "fp32", "model": "with buffers"},
@@ -59,11 +64,12 @@ STEPS = 5
 
 
 class Summing(nn.Module):
-    """Returns its input, and changes a buffer in forward."""
+    """Returns its input, and changes a buffer in forward; has a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.detach().sum()

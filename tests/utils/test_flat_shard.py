@@ -57,7 +57,7 @@ def test_operations_treat_slice_as_plain_tensor() -> None:
     assert values.tolist() == [1.0] * 6
 
 
-SHAPES = {"matrix": (7, 5), "cube": (3, 4, 5), "vector": (11,), "one": (1,)}
+SHAPES = {"matrix": (7, 5), "cube": (3, 4, 5), "vector": (11,), "one": (1,), "none": (0, 3)}
 
 
 def whole(name: str) -> Tensor:
