@@ -30,7 +30,7 @@ from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
 _BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` decompresses them
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # `datasets` decompresses them
 _TOKENS = "tokens.bin"
 
 
@@ -238,7 +238,8 @@ def _column(loaded: Any, name: str, key: str) -> Any:
 
 def _suffix(file: Path) -> str:
     """Return the suffix that names the format of a file, which may be compressed."""
-    return Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix
+    name = Path(file.name.lower())
+    return Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix
 
 
 def _files(name: str) -> list[Path]:

@@ -133,8 +133,14 @@ class EngineState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
+        self._updates.warn_about_unsaved_options()
         state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in self._strategy.frozen_and_buffers().items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"get_extra_state of the model returns a {type(value).__name__} for {name!r}; "
+                    "only tensors can be saved"
+                )
             # Of a parameter that was frozen during training, the master is stored.
             state.setdefault(f"model/{name}", value.detach())
         for name, value in named_state(self._updates.optimizer, self._updates.names).items():

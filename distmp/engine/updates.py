@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -65,6 +66,7 @@ class Updates:
         )
         self.max_applied = 0
         self.is_complete = True
+        self._options = self._unsaved_options()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -79,6 +81,27 @@ class Updates:
         if not self.is_complete:
             raise TrainingError(HALF_WAY)
         self.tensors.check(optimizer)
+
+    def _unsaved_options(self) -> dict[str, float]:
+        """Return the numbers in parameter groups that no state of the engine contains."""
+        return {
+            f"param_groups[{index}][{key!r}]": value
+            for index, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if isinstance(value, int | float) and key != "lr"
+        }
+
+    def warn_about_unsaved_options(self) -> None:
+        """Warn about numbers in parameter groups that have changed: a load does not set them."""
+        for name, value in self._unsaved_options().items():
+            if value != self._options.get(name, value):
+                warnings.warn(
+                    f"{name} has changed from {self._options[name]} to {value}, and is not saved: "
+                    "set it after load (an optimizer that counts there continues differently)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""

@@ -139,8 +139,8 @@ def test_all_input_formats_are_read() -> None:
     Path("in/a.txt").write_text("a\n\nA")
     Path("in/d.py").write_text("d")
     Path("in/.hidden").write_text("hidden")
-    Path("c.jsonl.gz").write_bytes(gzip.compress(Path("in/c.jsonl").read_bytes()))
-    assert tokenize("in", "c.jsonl.gz", "--key=body", "--to=out", "--tokenizer=bytes") == 0
+    Path("c.JSONL.gz").write_bytes(gzip.compress(Path("in/c.jsonl").read_bytes()))
+    assert tokenize("in", "c.JSONL.gz", "--key=body", "--to=out", "--tokenizer=bytes") == 0
     documents = bytes(255 if byte == 256 else byte for byte in ids_in(Path("out")))
     assert documents.split(b"\xff")[:-1] == [
         *(b"a\n\nA", b"b0", b"b1", b"b0", b"b1", b"d"),

@@ -242,6 +242,37 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
         engine.save(tmp_path / "ckpt")
 
 
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_named() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+            return super().step(closure)
+
+    def build(named: Any) -> torch.optim.Optimizer:
+        optimizer = Counting(named, lr=0.1)
+        optimizer.param_groups[0]["k"] = 0
+        return optimizer
+
+    engine = make_engine(optimizer=build)
+    engine.state_dict()
+    train(engine, 1, ONE_RANK)
+    with pytest.warns(RuntimeWarning, match=r"param_groups\[0\]\['k'\] has changed from 0 to 1"):
+        engine.state_dict()
+
+
+def test_extra_state_of_a_model_is_refused_unless_a_tensor() -> None:
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"k": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            """Nothing."""
+
+    engine = make_engine(model=Extra(4, 4))
+    with pytest.raises(CheckpointError, match="get_extra_state of the model returns a dict"):
+        engine.state_dict()
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".PT"])
 def test_a_directory_that_is_named_like_a_file_is_refused(tmp_path: Path, suffix: str) -> None:
     engine = make_engine()
