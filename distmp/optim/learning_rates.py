@@ -189,7 +189,7 @@ class LearningRates:
         )
         self._schedule = build_schedule(build, self._placeholder)
         self._rows = [self._current_rates()]
-        self._table = self._make_table(self._rows)
+        self._table = numbers_to_device(self._rows, torch.float32, self._device)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor | float:
         """Set the rates of the next update in all groups; return that of the first group.
@@ -295,10 +295,7 @@ class LearningRates:
                     ) from error
                 break
             self._rows.append(self._current_rates())
-        self._table = self._make_table(self._rows)
-
-    def _make_table(self, rows: list[list[float]]) -> Tensor:
-        return numbers_to_device(rows, torch.float32, self._device)
+        self._table = numbers_to_device(self._rows, torch.float32, self._device)
 
     def _step_schedule(self) -> None:
         assert self._schedule is not None

@@ -256,11 +256,12 @@ class RankSpeed(NamedTuple):
 
 def measure(world: World, stride: int) -> RankSpeed:
     """Measure the links of this rank; every rank calls it."""
-    rates = [0.0]
-    for partner in partners(world.rank, world.world_size, stride):
-        rate = _rate(partial(_exchange, partner=partner), world.device)
-        rates.append(0.0 if partner is None else rate)
-    return RankSpeed(max(rates), _rate(dist.all_reduce, world.device))
+    rates = [
+        _rate(partial(_exchange, partner=partner), world.device)
+        for partner in partners(world.rank, world.world_size, stride)
+        if partner is not None
+    ]
+    return RankSpeed(max(rates, default=0.0), _rate(dist.all_reduce, world.device))
 
 
 def _rate(send: Callable[[Tensor], object], device: torch.device) -> float:
@@ -297,10 +298,8 @@ def partners(rank: int, world_size: int, stride: int) -> list[int | None]:
     return [own[position] * stride + lane if position in own else None for own in other]
 
 
-def _exchange(sent: Tensor, partner: int | None) -> None:
+def _exchange(sent: Tensor, partner: int) -> None:
     """Send a tensor to a partner and receive one from it."""
-    if partner is None:
-        return
     operations = [
         dist.P2POp(dist.isend, sent, partner),
         dist.P2POp(dist.irecv, torch.empty_like(sent), partner),
