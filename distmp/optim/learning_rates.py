@@ -213,7 +213,14 @@ class LearningRates:
             return rate.detach().to(self._device) if isinstance(rate, Tensor) else float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
-        self._check_row(at_most)
+        for rate in self._rows[at_most]:
+            if not -ROUNDING <= rate <= _LARGEST:
+                raise ConfigError(
+                    "schedule",
+                    type(self._schedule).__name__,
+                    f"gives the learning rate {rate:g} for update {at_most + 1}; it must be 0 or "
+                    "more, in the range of FP32, in every update of the run",
+                )
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
@@ -266,16 +273,6 @@ class LearningRates:
                 "the learning rate in every step; build the engine without `schedule` to set rates "
                 "or step a torch scheduler on engine.optimizer yourself",
             )
-
-    def _check_row(self, update: int) -> None:
-        for rate in self._rows[update]:
-            if not -ROUNDING <= rate <= _LARGEST:
-                raise ConfigError(
-                    "schedule",
-                    type(self._schedule).__name__,
-                    f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or "
-                    "more, in the range of FP32, in every update of the run",
-                )
 
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""
