@@ -64,7 +64,7 @@ def _numbers(ranges: str) -> list[str]:
 Variables = Mapping[str, str]
 
 _POD_INDEX = "JOB_COMPLETION_INDEX"
-# Variables that identify an environment; the first one is always set.
+# Variables that identify a job of Slurm; the first one is always set.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 # Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
