@@ -9,6 +9,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,7 +164,7 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     for name in dict.fromkeys(n for r in run.records for n in r.validation_metrics or {}):
         # The metric of the average is in the same chart.
         title = f"Held-out {name.removeprefix(EMA_PREFIX)}"
-        yield title, name, lambda r, n=name: (r.validation_metrics or {}).get(n), "o"
+        yield title, name, partial(_metric, name=name), "o"
     yield "Learning rate", each, lambda r: r.learning_rate, "-"
     # A logarithmic axis cannot show 0.
     yield "Gradient norm before clipping", each, lambda r: r.grad_norm or math.nan, "-"
@@ -174,6 +175,10 @@ def curves(run: RecordedRun) -> Iterator[Curve]:
     throughput = f"Throughput, {run.throughput_unit}"
     yield throughput, each, lambda r: r.weight_per_second if r.step > 1 else None, "-"
     yield "Peak memory of the first rank, MiB", each, lambda r: r.memory_bytes / 2**20, "-"
+
+
+def _metric(record: StepRecord, name: str) -> float | None:
+    return (record.validation_metrics or {}).get(name)
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
