@@ -250,8 +250,12 @@ class Lease:
     def _create(self, number: int) -> bool:
         """Try to create the lease of a number; return whether this job owns the directory now."""
         start = self._clock()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if not self._write(number, self._content, "xb", FileExistsError):
+        path, data = _path(self.directory, number), self._content.encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("xb") as file:
+                file.write(data)
+        except FileExistsError:
             return False
         numbers = _numbers(self.directory)
         if max(numbers, default=0) != number:
@@ -264,18 +268,13 @@ class Lease:
 
     def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's file; return whether the write ended before the lease expired."""
-        # The file may be deleted with the directory, or by a later owner.
-        written = self._write(number, content, "r+b", FileNotFoundError)
-        return written and self._clock() < self._expires
-
-    def _write(self, number: int, content: Content, mode: str, refusal: type[OSError]) -> bool:
-        """Write the lease of a number; return False after the error `refusal`."""
+        path, data = _path(self.directory, number), content.encode()
         try:
-            with open(_path(self.directory, number), mode) as file:
-                file.write(content.encode())
-        except refusal:
+            with path.open("r+b") as file:
+                file.write(data)
+        except FileNotFoundError:  # deleted with the directory, or by a later owner
             return False
-        return True
+        return self._clock() < self._expires
 
     def _lose(self, number: int) -> None:
         self._lost_to = _owner(self.directory, number) or replace(
