@@ -370,8 +370,7 @@ class Fp32GradBuckets:
             parameter.grad_dtype = None
         try:
             yield
-            if self._held:
-                self._copy_held()
+            self._copy_held()
         except BaseException:
             for slot in self._slots:
                 slot.parameter.grad = None
@@ -408,8 +407,7 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
-        if self._held:
-            self._copy_held()
+        self._copy_held()
         self.used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:

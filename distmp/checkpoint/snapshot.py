@@ -7,6 +7,7 @@ Note [Copying while training continues] for streams and order, and Note [Lifetim
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import mmap
 import threading
@@ -412,11 +413,7 @@ def _on_side_stream(device: torch.device | None) -> contextlib.AbstractContextMa
     return contextlib.nullcontext() if device is None else torch.cuda.stream(_side_stream(device))
 
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to the host, one per device."""
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
-    return _side_streams[device]
+    return torch.cuda.Stream(device)

@@ -64,8 +64,7 @@ def _numbers(ranges: str) -> list[str]:
 Variables = Mapping[str, str]
 
 _POD_INDEX = "JOB_COMPLETION_INDEX"
-# Variables that identify an environment; the first one is always set.
-_KUBERNETES = (_POD_INDEX,)
+# Variables that identify a job of Slurm; the first one is always set.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 # Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -124,7 +123,8 @@ def detect(variables: Variables, hostname: str, requested: str | None = None) ->
     if not present or present[0] == "local":
         job = Job("local", "no job of a scheduler" if not present else "--environment")
     else:
-        job = _TABLE[present[0]][1](variables, hostname)
+        evidence, read = _TABLE[present[0]]
+        job = read(Job(present[0], evidence(variables)), variables, hostname)
     return replace(job, notes=job.notes + _notes(present, variables))
 
 
@@ -166,21 +166,19 @@ def _numbered_source(variables: Variables) -> LauncherVariables | None:
     return None
 
 
-def _numbered(variables: Variables, hostname: str) -> Job:
+def _numbered(job: Job, variables: Variables, hostname: str) -> Job:
     source = _numbered_source(variables)
     assert source is not None
     _refuse_several_launchers(source, variables)
     complete = source.rank in variables and variables.get(source.size, "").isdecimal()
     nodes = _number(variables, source.size, least=1) if complete else None
     head = variables.get(source.head, "").split()
-    evidence = _numbered_evidence(variables)
     several = (
-        f"{evidence}: this is one of several machines; `--environment local` trains on this "
+        f"{job.evidence}: this is one of several machines; `--environment local` trains on this "
         "machine only"
     )
-    return Job(
-        "variables",
-        evidence,
+    return replace(
+        job,
         nodes=ExplainedValue(nodes, source.size) if nodes else None,
         node_rank=_rank(variables, source.rank, nodes) if source.rank in variables else None,
         head=ExplainedValue(head[0], source.head) if head else None,
@@ -219,8 +217,8 @@ def _port(variables: Variables, name: str) -> ExplainedValue[int]:
 # Kubernetes: a Job with completionMode Indexed, and a headless Service
 
 
-def _kubernetes(variables: Variables, hostname: str) -> Job:
-    index = _number(variables, "JOB_COMPLETION_INDEX")
+def _kubernetes(job: Job, variables: Variables, hostname: str) -> Job:
+    index = _number(variables, _POD_INDEX)
     # Kubernetes names the pods of an indexed Job after the Job and their index.
     pod, _, domain = hostname.partition(".")
     pod = variables.get("HOSTNAME", pod).partition(".")[0]
@@ -230,14 +228,13 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
         "--rdzv-endpoint, or use another --environment"
     )
     valid = separator != "" and last == str(index)
-    require(valid, "JOB_COMPLETION_INDEX", index, problem)
+    require(valid, _POD_INDEX, index, problem)
     head = f"{name}-0"
     if domain and hostname.partition(".")[0] == pod:
         head = f"{head}.{domain}"
-    return Job(
-        "kubernetes",
-        _evidence(variables, *_KUBERNETES),
-        node_rank=ExplainedValue(index, "JOB_COMPLETION_INDEX"),
+    return replace(
+        job,
+        node_rank=ExplainedValue(index, _POD_INDEX),
         head=ExplainedValue(head, f"index 0 of the Job of pod {pod}"),
         name=ExplainedValue(name, f"the Job's name, from pod {pod}"),
         names_appear=True,
@@ -256,14 +253,12 @@ def _slurm_step(variables: Variables) -> int | None:
     return None
 
 
-def _slurm(variables: Variables, hostname: str) -> Job:
-    job = _required(variables, "SLURM_JOB_ID")
+def _slurm(job: Job, variables: Variables, hostname: str) -> Job:
+    name = _required(variables, "SLURM_JOB_ID")
     step = _slurm_step(variables)
-    return _slurm_allocation(variables, job) if step is None else _slurm_srun(variables, job, step)
-
-
-def _slurm_allocation(variables: Variables, job: str) -> Job:
-    """Return the job of a script on its only machine; refuse shells, and scripts of several."""
+    if step is not None:
+        return _slurm_srun(job, variables, name, step)
+    # A script on its only machine; shells, and scripts of several machines, are refused.
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
     nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
@@ -271,16 +266,15 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
         "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
         "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only"
     )
-    require(nodes == 1 and on_a_node, "SLURM_JOB_ID", job, hint)
-    return Job(
-        "slurm",
-        _evidence(variables, *_SLURM),
+    require(nodes == 1 and on_a_node, "SLURM_JOB_ID", name, hint)
+    return replace(
+        job,
         nodes=ExplainedValue(nodes, names[0] if names else "one machine"),
-        name=ExplainedValue(job, "SLURM_JOB_ID"),
+        name=ExplainedValue(name, "SLURM_JOB_ID"),
     )
 
 
-def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
+def _slurm_srun(job: Job, variables: Variables, name: str, step: int) -> Job:
     names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     lists = (expand(variables[name], setting=name) for name in names if name in variables)
     hosts = tuple(next(lists, ()))
@@ -294,13 +288,12 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
         "itself, set their number with --nproc-per-node"
     )
     require(one_each, "SLURM_STEP_TASKS_PER_NODE", tasks, hint)
-    return Job(
-        "slurm",
-        _evidence(variables, *_SLURM),
+    return replace(
+        job,
         nodes=nodes,
         node_rank=_rank(variables, "SLURM_NODEID", nodes.value),
         head=ExplainedValue(hosts[0], "first machine in the step's list"),
-        name=ExplainedValue(f"{job}.{step}", "SLURM_JOB_ID and SLURM_STEP_ID"),
+        name=ExplainedValue(f"{name}.{step}", "SLURM_JOB_ID and SLURM_STEP_ID"),
         hosts=hosts,
     )
 
@@ -345,9 +338,9 @@ def _rank(variables: Variables, name: str, nodes: int | None) -> ExplainedValue[
 
 
 # In order of precedence.
-_TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Variables, str], Job]]] = {
+_TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Job, Variables, str], Job]]] = {
     "variables": (_numbered_evidence, _numbered),
-    "kubernetes": (lambda variables: _evidence(variables, *_KUBERNETES), _kubernetes),
+    "kubernetes": (lambda variables: _evidence(variables, _POD_INDEX), _kubernetes),
     "slurm": (lambda variables: _evidence(variables, *_SLURM), _slurm),
 }
 ENVIRONMENTS = (*_TABLE, "local")

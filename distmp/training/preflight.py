@@ -140,7 +140,11 @@ def _compare(
         if kind == ENVIRONMENT:
             warnings += found
         elif kind in (CODE, DATA):
-            problems.append(_differing_files(kind, found))
+            more = f" and {len(found) - LISTED:,} more files" if len(found) > LISTED else ""
+            problems.append(
+                f"the files of the {kind} differ: {'; '.join(found[:LISTED])}{more}. Copy the same "
+                "files to all machines, or use shared storage"
+            )
         else:
             problems += found
     if without := _ranks_without_directory(ranks, config):
@@ -182,14 +186,6 @@ def _differences(values: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) 
 
 def _on_hosts(ranks: Collection[int], hosts: Sequence[str]) -> str:
     return f"{rank_names(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
-
-
-def _differing_files(kind: str, lines: Sequence[str]) -> str:
-    more = f" and {len(lines) - LISTED:,} more files" if len(lines) > LISTED else ""
-    return (
-        f"the files of the {kind} differ: {'; '.join(lines[:LISTED])}{more}. Copy the same files "
-        "to all machines, or use shared storage"
-    )
 
 
 def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
@@ -256,11 +252,12 @@ class RankSpeed(NamedTuple):
 
 def measure(world: World, stride: int) -> RankSpeed:
     """Measure the links of this rank; every rank calls it."""
-    rates = [0.0]
-    for partner in partners(world.rank, world.world_size, stride):
-        rate = _rate(partial(_exchange, partner=partner), world.device)
-        rates.append(0.0 if partner is None else rate)
-    return RankSpeed(max(rates), _rate(dist.all_reduce, world.device))
+    rates = [
+        _rate(partial(_exchange, partner=partner), world.device)
+        for partner in partners(world.rank, world.world_size, stride)
+        if partner is not None
+    ]
+    return RankSpeed(max(rates, default=0.0), _rate(dist.all_reduce, world.device))
 
 
 def _rate(send: Callable[[Tensor], object], device: torch.device) -> float:
@@ -297,10 +294,8 @@ def partners(rank: int, world_size: int, stride: int) -> list[int | None]:
     return [own[position] * stride + lane if position in own else None for own in other]
 
 
-def _exchange(sent: Tensor, partner: int | None) -> None:
+def _exchange(sent: Tensor, partner: int) -> None:
     """Send a tensor to a partner and receive one from it."""
-    if partner is None:
-        return
     operations = [
         dist.P2POp(dist.isend, sent, partner),
         dist.P2POp(dist.irecv, torch.empty_like(sent), partner),

@@ -9,15 +9,13 @@ from distmp.errors import listed
 from distmp.models.adapters import is_adapter
 from distmp.training.callbacks.callback import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.validation import Ema
-from distmp.training.run import Run
 from distmp.training.run_lease import LostLeaseError
 
 
 class AdapterCheck(Callback):
     """Prints the adapters without a gradient: a model may use a weight without its layer."""
 
-    def __init__(self) -> None:
-        self._is_done = False
+    _is_done = False
 
     def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         """Look for them in the first step that is applied."""
@@ -55,24 +53,16 @@ class RankConsistency(Callback):
 
 
 class LeaseCheck(Callback):
-    """Checks on rank 0, before anything is written, that the run directory is this job's.
+    """Checks on rank 0, before anything is written, that the run directory is this job's."""
 
-    Args:
-        run: The run.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._lease = run.lease
-        self._restarts = run.restarts
-
-    def _check(self, *_: object, **__: object) -> None:
-        if self._lease is None:
+    def _check(self, trainer: TrainingLoop, *_: object, **__: object) -> None:
+        if trainer.lease is None:
             return
         try:
-            self._lease.check()
+            trainer.lease.check()
         except LostLeaseError as error:
             if not error.is_same_job:
-                self._restarts.give_up(error.exit_code)
+                trainer.restarts.give_up(error.exit_code)
             raise
 
     # Before the step, before its record, and before the last files.

@@ -31,7 +31,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None
     return [
-        checks.LeaseCheck(run),
+        checks.LeaseCheck(),
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),
