@@ -93,15 +93,14 @@ class Updates:
 
     def warn_about_unsaved_options(self) -> None:
         """Warn about numbers in parameter groups that have changed: a load does not set them."""
-        for name, value in self._unsaved_options().items():
-            if value != self._options.get(name, value):
-                warnings.warn(
-                    f"{name} has changed from {self._options[name]} to {value}, and is not saved: "
-                    "set it after load (an optimizer that counts there continues differently)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return
+        now, before = self._unsaved_options(), self._options
+        for name in [name for name in now if now[name] != before.get(name, now[name])][:1]:
+            warnings.warn(
+                f"{name} has changed from {before[name]} to {now[name]}, and is not saved: set it "
+                "after load (an optimizer that counts there continues differently)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""

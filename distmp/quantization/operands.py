@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -57,11 +56,6 @@ class NumberFormat(NamedTuple):
     def saturates_from(self) -> float:
         """Magnitude from which values saturate: halfway to the number after `largest`."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - self.mantissa_bits - 2)
-
-    @property
-    def largest_bits(self) -> int:
-        """Bits of `largest` as an FP32 value."""
-        return int.from_bytes(struct.pack(">f", self.largest), "big")
 
 
 FORMATS = {
@@ -138,8 +132,9 @@ def power_of_two_scales(largest: Tensor, number_format: NumberFormat) -> Tensor:
     bits = largest.view(torch.int32)
     # Divide by `number_format.largest` in the exponent, and round up: a mantissa above its own
     # carries into the exponent.
-    round_up = (1 << _MANTISSA_WIDTH) - 1 - number_format.largest_bits
-    scales = (bits + (round_up + (_BIAS << _MANTISSA_WIDTH))).clamp(min=1 << _MANTISSA_WIDTH)
+    mantissa, exponent = math.frexp(number_format.largest)
+    limit = round((2 * mantissa + exponent - 2) * 2**_MANTISSA_WIDTH)
+    scales = (bits + ((1 << _MANTISSA_WIDTH) - 1 - limit)).clamp(min=1 << _MANTISSA_WIDTH)
     scales = (scales & _EXPONENT_BITS).view(torch.float32)
     return torch.where((bits > 0) & (bits < _EXPONENT_BITS), scales, 1.0)
 
@@ -203,26 +198,18 @@ class Counts(NamedTuple):
         saturated = (~(scaled.abs() < number_format.saturates_from)).sum(dtype=torch.float64)
         underflowed = scaled.logical_xor(values).sum(dtype=torch.float64)
         highest = largest.amax() if largest.numel() else largest.new_zeros(())
-        sums = (highest, saturated, underflowed, values.numel())
+        sums = [highest, saturated, underflowed]
         if torch.compiler.is_compiling():
-            return _add(scales, *sums, self.layer.number, self.operand)
-        _add_to(self.layer.rows[self.operand], *sums)
+            return _add(scales, sums, values.numel(), self.layer.number, self.operand)
+        _add_to(self.layer.rows[self.operand], sums, values.numel())
         return scales
 
 
 @torch.library.custom_op("distmp::add_statistics", mutates_args=())
-def _add(
-    scales: Tensor,
-    highest: Tensor,
-    saturated: Tensor,
-    underflowed: Tensor,
-    elements: int,
-    number: Tensor,
-    operand: int,
-) -> Tensor:
+def _add(scales: Tensor, sums: list[Tensor], elements: int, number: Tensor, operand: int) -> Tensor:
     layer = _BY_NUMBER.get(int(number))
     if layer is not None:
-        _add_to(layer.rows[operand], highest, saturated, underflowed, elements)
+        _add_to(layer.rows[operand], sums, elements)
     return scales.clone()
 
 
@@ -231,12 +218,10 @@ def _(scales: Tensor, *_: object) -> Tensor:
     return torch.empty_like(scales)
 
 
-def _add_to(
-    row: Sequence[Tensor], highest: Tensor, saturated: Tensor, underflowed: Tensor, elements: int
-) -> None:
-    row[0].clamp_(min=highest)
-    row[1].add_(saturated)
-    row[2].add_(underflowed)
+def _add_to(row: Sequence[Tensor], sums: Sequence[Tensor], elements: int) -> None:
+    row[0].clamp_(min=sums[0])
+    row[1].add_(sums[1])
+    row[2].add_(sums[2])
     row[3].add_(elements)
 
 
