@@ -39,6 +39,10 @@ def sample_indices(seed: int, first: int, count: int, size: int) -> NDArray[np.i
 
     Returns:
         Indices, int64 [count], from 0 to `size - 1`.
+
+    Example:
+        >>> sorted(sample_indices(0, first=4, count=4, size=4).tolist())
+        [0, 1, 2, 3]
     """
     positions = np.arange(first, first + count, dtype=np.uint64)
     epochs, offsets = np.divmod(positions, np.uint64(size))

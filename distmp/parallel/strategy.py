@@ -402,7 +402,8 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that are neither parameters nor buffers, with their names."""
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
-            if isinstance(value, Tensor):
+            # A hook, such as that of spectral_norm, computes such a tensor before each forward.
+            if isinstance(value, Tensor) and not child._forward_pre_hooks:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 

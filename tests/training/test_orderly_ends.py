@@ -88,7 +88,9 @@ def stopped_and_resumed(directory: Path, number: int, target: int, step: int) ->
         stopped.engine.step = around(  # type: ignore[method-assign]
             stopped.engine.step, lambda: send() if stopped.progress.step + 1 == step else None
         )
-        stopped.engine.state_dict = around(stopped.engine.state_dict, send)  # type: ignore[method-assign]
+        stopped.engine.state_dict = around(  # type: ignore[method-assign]
+            stopped.engine.state_dict, lambda: send() if stopped.progress.step > step else None
+        )
         assert not stopped.run(stop)
     assert (stop.received == number) == (world.rank == target)
     # The signal came after the step began: the next one passes the request to all ranks.
