@@ -94,7 +94,9 @@ class Updates:
     def warn_about_unsaved_options(self) -> None:
         """Warn about numbers in parameter groups that have changed: a load does not set them."""
         now, before = self._unsaved_options(), self._options
-        for name in [name for name in now if now[name] != before.get(name, now[name])][:1]:
+        changed = [name for name in now if now[name] != before.get(name, now[name])]
+        if changed:
+            name = changed[0]
             warnings.warn(
                 f"{name} has changed from {before[name]} to {now[name]}, and is not saved: set it "
                 "after load (an optimizer that counts there continues differently)",

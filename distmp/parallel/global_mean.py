@@ -125,11 +125,11 @@ def _check_all_reduced(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
             wrapped |= {*map(id, part.parameters())}
+    problem = (
+        "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
+        "module, or reduce it yourself and pass group=... and divisor=..."
+    )
     for name, parameter in module.named_parameters():
-        problem = (
-            "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
-            "module, or reduce it yourself and pass group=... and divisor=..."
-        )
         reduced = id(parameter) in wrapped or is_dtensor(parameter) or not parameter.requires_grad
         require(reduced, "module", name, problem)
     _reduced.add(module)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
+from distmp.utils.dtypes import as_sent
 from distmp.utils.flat_shard import local_parts
 from distmp.utils.tensor_trees import HeldTensor, held_tensors, replace_tensors
 
@@ -110,7 +111,8 @@ def materialize_shards(module: nn.Module, values: InitialValues, device: torch.d
         for dimension, placement in enumerate(meta.placements):
             if placement.is_replicate():
                 group = meta.device_mesh.get_group(dimension)
-                dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
+                first = dist.get_process_group_ranks(group)[0]
+                dist.broadcast(as_sent(local), src=first, group=group)
         return _like(meta, sharded)
 
     replace_tensors(module, lambda tensor: tensor.is_meta, shard)

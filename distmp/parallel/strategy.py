@@ -382,20 +382,26 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
     Raises:
         ConfigError: Naming the parameters.
     """
-    parameters = [*module.named_parameters()]
-    of_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in (*parameters, *module.named_buffers(), *_tensor_attributes(module)):
-        if tensor.layout == torch.strided:
-            of_storage[tensor.untyped_storage()._cdata].append((name, tensor))
-    for name, parameter in parameters:
-        for other, tensor in of_storage[parameter.untyped_storage()._cdata]:
-            if tensor is not parameter and _overlap(parameter, tensor):
+    others = (*module.named_buffers(), *_tensor_attributes(module))
+    spans: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for is_parameter, tensors in ((True, module.named_parameters()), (False, others)):
+        for name, tensor in tensors:
+            if tensor.layout == torch.strided and tensor.numel():
+                of_storage = spans[tensor.untyped_storage()._cdata]
+                of_storage.append((*_byte_range(tensor), name, is_parameter))
+    for of_storage in spans.values():
+        # The ends of the parameter, and of the other tensor, that reach furthest so far.
+        furthest = {True: (0, ""), False: (0, "")}
+        for start, end, name, is_parameter in sorted(of_storage):
+            before = max(furthest.values()) if is_parameter else furthest[True]
+            if start < before[0]:
                 raise ConfigError(
                     setting,
                     value,
-                    f"would separate {name!r} and {other!r}, which share memory; assign one "
+                    f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
                     "nn.Parameter to both modules, or make the view in forward",
                 )
+            furthest[is_parameter] = max(furthest[is_parameter], (end, name))
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -407,13 +413,8 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors of one storage have elements in a common range of it."""
-    (start, end), (other_start, other_end) = _byte_range(first), _byte_range(second)
-    return start < other_end and other_start < end
-
-
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    start = int(tensor.storage_offset()) * tensor.itemsize
+    """Return the first byte of a tensor in its storage, and the one after the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (int(last) + 1) * tensor.itemsize if tensor.numel() else start
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -511,4 +512,10 @@ def test_parts_of_one_allocation_are_no_shared_memory() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].weight.data = whole[:16].view(4, 4)
     model[0].bias.data = whole[16:]
-    make_engine(model=model, strategy="fsdp")
+    make_engine(model=copy.deepcopy(model), strategy="fsdp")
+    # Memory that reaches further than that of the tensor before.
+    model[0].register_buffer("middle", whole[5:6])
+    model[0].weight = None
+    model[0].register_buffer("all", whole)
+    with pytest.raises(ConfigError, match=r"'0\.all' and '0\.bias', which share memory"):
+        make_engine(model=model, strategy="fsdp")
