@@ -383,6 +383,7 @@ class RunConfig:
         self._check_run()
         self._check_time()
         self._check_strategy()
+        self._check_steps()
         self._check_metrics()
 
     @classmethod
@@ -426,10 +427,6 @@ class RunConfig:
         require(valid, "run_dir", self.run_dir, hint)
         valid = self.resume != ""
         require(valid, "resume", "", "give 'auto', the path of a checkpoint, or null")
-        valid = self.schedule.warmup(self.steps) < self.steps
-        hint = f"must be less than steps = {self.steps}, or null for 5% of them"
-        require(valid, "schedule.warmup_steps", self.schedule.warmup_steps, hint)
-        self.profile.check(self.steps)
 
     def _check_time(self) -> None:
         minutes = self.timeout_minutes
@@ -461,6 +458,12 @@ class RunConfig:
                 reproducible=self.reproducible,
                 on_nonfinite=self.precision.on_nonfinite,
             ).refuse_for(self.strategy)
+
+    def _check_steps(self) -> None:
+        valid = self.schedule.warmup(self.steps) < self.steps
+        hint = f"must be less than steps = {self.steps}, or null for 5% of them"
+        require(valid, "schedule.warmup_steps", self.schedule.warmup_steps, hint)
+        self.profile.check(self.steps)
 
     def check_names(self) -> None:
         """Look up what settings name: functions, the policy, and others.
@@ -517,11 +520,14 @@ class RunConfig:
             f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
             "name a function",
         )
+        self._check_held_out()
+        self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
+
+    def _check_held_out(self) -> None:
         every, data = self.validation.every, self.data
         is_held_out = data.held_out > 0 or data.is_import_path or data.validation_path is not None
         hint = "has no data with data.held_out = 0; set it to 0, or hold out data"
         require(every == 0 or is_held_out, "validation.every", every, hint)
-        self.early_stopping.check([*metrics], every=every, ema=self.ema.decay > 0)
 
     @property
     def hang_seconds(self) -> float:

@@ -75,7 +75,8 @@ def write(
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     files, planner = _Files(), _SavePlanner(finite)
-    with _quietly(ranks, goal):
+    _silence(ranks)
+    with _one_error(ranks, goal):
         state_dict_saver.save(
             dict(tensors),
             process_group=ranks.group,
@@ -98,7 +99,8 @@ def read(goal: str, path: Path, index: Metadata, tensors: dict[str, Tensor], ran
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    with _quietly(ranks, goal):
+    _silence(ranks)
+    with _one_error(ranks, goal):
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
@@ -108,16 +110,8 @@ def read(goal: str, path: Path, index: Metadata, tensors: dict[str, Tensor], ran
 
 
 @contextmanager
-def _quietly(ranks: Ranks, goal: str) -> Iterator[None]:
-    """Silence warnings of DCP that users cannot act on, and make its error a `CheckpointError`.
-
-    One warning reports that there is no process group, the other a deprecation inside torch 2.10.
-    The filters stay: restoring them would undo changes that other threads make in the meantime.
-    All ranks raise the error.
-    """
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-    if not ranks.distributed:
-        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
+def _one_error(ranks: Ranks, goal: str) -> Iterator[None]:
+    """Turn the error of DCP, which all ranks raise, into a `CheckpointError`."""
     try:
         yield
     except CheckpointException as error:
@@ -217,3 +211,14 @@ class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the given index instead of unpickling the file."""
         return self._index
+
+
+def _silence(ranks: Ranks) -> None:
+    """Silence warnings of DCP that users cannot act on.
+
+    One reports that there is no process group, the other a deprecation inside torch 2.10. The
+    filters stay: restoring them would undo changes that other threads make in the meantime.
+    """
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    if not ranks.distributed:
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")

@@ -207,13 +207,7 @@ class StoredCheckpoint:
         if not self._verified:
             self.verify()
         all_or_checkpoint_error(ranks, goal, lambda: self.check_fit(tensors))
-        stored = self.tensors
-        conversions = {(stored[name][1], tensor.dtype) for name, tensor in tensors.items()}
-        conversions -= self._converted
-        self._converted |= conversions
-        lines = sorted(f"{old} to {new}" for old, new in conversions if old != new)
-        if lines and ranks.rank == 0:
-            logger.warning("tensors of %s are converted from %s", self.path, ", ".join(lines))
+        self._report_conversions(tensors, ranks)
         dcp.read(goal, self.path, self.index, tensors, ranks)
         return sorted(self.index.state_dict_metadata.keys() - tensors.keys())
 
@@ -242,6 +236,15 @@ class StoredCheckpoint:
         if misfits:
             more = "; and more" if len(misfits) > LISTED else ""
             raise CheckpointError(f"it does not fit: {'; '.join(misfits[:LISTED])}{more}")
+
+    def _report_conversions(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        stored = self.tensors
+        conversions = {(stored[name][1], tensor.dtype) for name, tensor in tensors.items()}
+        conversions -= self._converted
+        self._converted |= conversions
+        lines = sorted(f"{old} to {new}" for old, new in conversions if old != new)
+        if lines and ranks.rank == 0:
+            logger.warning("tensors of %s are converted from %s", self.path, ", ".join(lines))
 
 
 def _misfits(

@@ -245,9 +245,10 @@ def _suffix(file: Path) -> str:
 def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     require(path.exists(), "INPUT", name, "there is no such file or directory")
-    files = [path]
     if path.is_dir():
         files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
+    else:
+        files = [path]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")
     for file in files:
         is_empty = _suffix(file) in _BY_SUFFIX and file.is_file() and not file.stat().st_size

@@ -65,7 +65,8 @@ class DataConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
-        self._check_values()
+        self._check_source()
+        self._check_numbers()
         self._check_options()
 
     @property
@@ -87,7 +88,7 @@ class DataConfig:
         )
         return load_function("data.source", self.source, arguments, problem)
 
-    def _check_values(self) -> None:
+    def _check_source(self) -> None:
         problem = (
             f"{nearest(self.source, _SOURCES)}, or write an import path 'module:callable'; `distmp"
             " data tokenize` turns JSON Lines, parquet and text into tokens"
@@ -99,6 +100,8 @@ class DataConfig:
         valid = self.source != "text" or (self.pattern != "" and self.pattern[0] != "/")
         hint = "write a glob relative to data.path, such as '**/*.md'"
         require(valid, "data.pattern", self.pattern, hint)
+
+    def _check_numbers(self) -> None:
         length, hint = self.sequence_length, f"must be from 0 to {_MAX_WORKERS}"
         require(length >= 1, "data.sequence_length", length, "must be at least 1")
         require(0 <= self.workers <= _MAX_WORKERS, "data.workers", self.workers, hint)

@@ -74,13 +74,7 @@ class Stream:
         self._samples: Iterator[Any] = iter(())
         self._read = 0  # samples of this pass that were read or skipped
         self._position = 0  # of the sample to read next, over all passes
-        rest = first_sample
-        if self._length:
-            self.epoch, rest = divmod(first_sample, self._length)
-            self._position = first_sample - rest
-        while not self._begin_after(rest):
-            rest -= self._read
-            self._end_pass()
+        self._seek(first_sample)
 
     @property
     def ahead(self) -> Any:
@@ -102,6 +96,15 @@ class Stream:
         if not self._draw():
             self._end_pass()
         return sample
+
+    def _seek(self, first_sample: int) -> None:
+        rest = first_sample
+        if self._length:
+            self.epoch, rest = divmod(first_sample, self._length)
+            self._position = first_sample - rest
+        while not self._begin_after(rest):
+            rest -= self._read
+            self._end_pass()
 
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""

@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -192,9 +192,7 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     global _choice
     asked = {"device": None if device is None else str(usable_device(device)), "seed": seed}
     if _choice:
-        for name, now in asked.items():
-            problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; call it once"
-            require(now in (None, _choice[name]), name, now, problem)
+        _check_repeated(asked)
         return world_of_process()
     if seed is not None:
         check_seed(seed)
@@ -203,6 +201,12 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     if seed is not None:
         seed_all(seed)
     return world
+
+
+def _check_repeated(asked: Mapping[str, Any]) -> None:
+    for name, now in asked.items():
+        problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; call it once"
+        require(now in (None, _choice[name]), name, now, problem)
 
 
 def world_of_process(device: torch.device | str | None = None) -> World:

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.comparison import check_same
+from distmp.distributed.failing_together import Failure
 from distmp.distributed.roll_call import TIMED_OUT
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
@@ -190,10 +191,7 @@ class Saves:
         self._world.ranks.all_or_none(
             self.writer.check,
             catch=CheckpointError,
-            # That of a rank that did not only wait for others, if there is one.
-            error=lambda failures, _: CheckpointError(
-                min((f.message for f in failures.values()), key=lambda text: TIMED_OUT in text)
-            ),
+            error=lambda failures, _: _first_cause(failures.values()),
         )
 
     def _open(self, engine: SavedEngine) -> None:
@@ -218,6 +216,11 @@ def _finish_all() -> None:
     error = getattr(sys, "last_value", None)  # the exception that ends the process, if any
     while _writing:
         _writing.pop().__exit__(type(error) if error else None, error, None)
+
+
+def _first_cause(failures: Iterable[Failure]) -> CheckpointError:
+    """Return the error of a rank that did not only wait for others, if there is one."""
+    return CheckpointError(min((f.message for f in failures), key=lambda text: TIMED_OUT in text))
 
 
 def _own_location(directory: str | Path, engine: SavedEngine) -> Path:

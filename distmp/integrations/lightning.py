@@ -118,19 +118,7 @@ def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:
         )
         require(not policy.casts_parameters, "policy", policy.name, problem)
         return
-    wanted = policy.compute_dtype if policy.casts_parameters else torch.float32
-    for given in fsdp2_policies(model):
-        gathered = given.param_dtype or torch.float32
-        reduced = given.reduce_dtype or gathered
-        problem = (
-            f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the policy "
-            f"{policy.name} gathers {dtype_name(wanted)} and reduces in "
-            f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
-            f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
-            "reduce_dtype=torch.float32))"
-        )
-        valid = (gathered, reduced) == (wanted, policy.reduce_dtype)
-        require(valid, "mp_policy", given, problem)
+    _check_fsdp2_policies(model, policy)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             _check_sharded(name, parameter)
@@ -148,6 +136,22 @@ def refuse_deepspeed(engine: object) -> None:
     )
     is_deepspeed = type(engine).__module__.startswith("deepspeed")
     require(not is_deepspeed, "strategy", "deepspeed", problem)
+
+
+def _check_fsdp2_policies(model: nn.Module, policy: PrecisionPolicy) -> None:
+    wanted = policy.compute_dtype if policy.casts_parameters else torch.float32
+    for given in fsdp2_policies(model):
+        gathered = given.param_dtype or torch.float32
+        reduced = given.reduce_dtype or gathered
+        problem = (
+            f"gathers {dtype_name(gathered)} and reduces in {dtype_name(reduced)}, but the policy "
+            f"{policy.name} gathers {dtype_name(wanted)} and reduces in "
+            f"{dtype_name(policy.reduce_dtype)}; call fully_shard(module, "
+            f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype_name(wanted)}, "
+            "reduce_dtype=torch.float32))"
+        )
+        valid = (gathered, reduced) == (wanted, policy.reduce_dtype)
+        require(valid, "mp_policy", given, problem)
 
 
 def _check_sharded(name: str, parameter: Tensor) -> None:

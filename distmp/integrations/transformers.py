@@ -117,14 +117,10 @@ class TrainerMixin(_TrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, as the trainer does, but of distmp's class."""
-        policy = self._requested_policy
-        for name in ("bf16", "fp16"):
-            problem = (
-                f"policy = {policy!r} is given as well; pass {name}=False (the configurations of"
-                " TRL set bf16 by default)"
-            )
-            require(policy is None or not getattr(self.args, name), name, True, problem)
-        build = functools.partial(_TrainerAccelerator, policy, **self._scaler_arguments)
+        _check_precision(self.args, self._requested_policy)
+        build = functools.partial(
+            _TrainerAccelerator, self._requested_policy, **self._scaler_arguments
+        )
         with mock.patch.object(transformers.trainer, "Accelerator", build):
             super().create_accelerator_and_postprocess()
         problem = (
@@ -338,20 +334,20 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
     return samples, False
 
 
+def _check_precision(arguments: Any, policy: PolicyLike | None) -> None:
+    for name in ("bf16", "fp16"):
+        problem = (
+            f"policy = {policy!r} is given as well; pass {name}=False (the configurations of TRL"
+            " set bf16 by default)"
+        )
+        require(policy is None or not getattr(arguments, name), name, True, problem)
+
+
 def _check_trainer(trainer: TrainerMixin) -> None:
     """Refuse what would bypass the policy, the decision of all ranks, or the global mean."""
     arguments, accelerator = trainer.args, trainer.accelerator
     _check_ranks(arguments, accelerator)
-    loaded = getattr(trainer, "is_distributed_loading_by_transformers", False)
-    problem = (
-        "Transformers shards and reduces in its own dtypes; load the model without it, and set fsdp"
-        " in the training arguments"
-    )
-    require(not loaded, "distributed_config", "in use", problem)
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and arguments.gradient_accumulation_steps > 1:
-        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)
+    _check_sharding(trainer)
     equal = arguments.average_tokens_across_devices
     problem = "ranks with different numbers of labels would count as equal; remove it"
     require(equal, "average_tokens_across_devices", False, problem)
@@ -385,3 +381,16 @@ def _check_ranks(arguments: Any, accelerator: _TrainerAccelerator) -> None:
         size = getattr(parallelism, name, None) or 1
         problem = "ranks that share a sequence do not know how many of its labels they hold; use 1"
         require(size == 1, f"parallelism_config.{name}", size, problem)
+
+
+def _check_sharding(trainer: TrainerMixin) -> None:
+    loaded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    problem = (
+        "Transformers shards and reduces in its own dtypes; load the model without it, and set fsdp"
+        " in the training arguments"
+    )
+    require(not loaded, "distributed_config", "in use", problem)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and trainer.args.gradient_accumulation_steps > 1:
+        each = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

@@ -256,9 +256,13 @@ def _slurm_step(variables: Variables) -> int | None:
 def _slurm(job: Job, variables: Variables, hostname: str) -> Job:
     name = _required(variables, "SLURM_JOB_ID")
     step = _slurm_step(variables)
-    if step is not None:
-        return _slurm_srun(job, variables, name, step)
-    # A script on its only machine; shells, and scripts of several machines, are refused.
+    if step is None:
+        return _slurm_allocation(job, variables, name)
+    return _slurm_srun(job, variables, name, step)
+
+
+def _slurm_allocation(job: Job, variables: Variables, name: str) -> Job:
+    """Return the job of a script on its only machine; refuse shells, and scripts of several."""
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
     nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables

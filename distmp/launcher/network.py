@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -70,6 +70,12 @@ class Network:
         return ", ".join(
             f"{name} ({', '.join(addresses)})" for name, addresses in self.interfaces.items()
         )
+
+
+def external_addresses(interfaces: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the first address of each interface that is neither loopback nor link-local."""
+    own = (next(filter(_is_external, addresses), None) for addresses in interfaces.values())
+    return [address for address in own if address is not None]
 
 
 def _is_external(address: str) -> bool:
@@ -182,11 +188,9 @@ def address_of(
             source = network.source(network.resolve(host))
             if not is_loopback(source):
                 return source, f"{reason}this machine's source address for {host} is used"
-    # The first address of each interface that is neither loopback nor link-local.
-    own = (next(filter(_is_external, addresses), None) for addresses in network.interfaces.values())
-    others = [address for address in own if address is not None]
-    if len(others) == 1:
-        return others[0], f"{reason}this machine's only other address is used"
+    own = external_addresses(network.interfaces)
+    if len(own) == 1:
+        return own[0], f"{reason}this machine's only other address is used"
     raise AddressError(
         f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
         f"{address} here, a loopback address, and this machine has several others or none: "

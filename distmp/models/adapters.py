@@ -91,8 +91,7 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
     task = "CAUSAL_LM" if is_hugging_face else None
     forwards = {name: type(part).forward for name, part in model.named_modules()}
-    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {key for key, count in counts.items() if count > 1}  # parameters with several names
+    tied = _tied(model)
     if any(_layers(model)):
         raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
     valid = is_hugging_face or values.get("target_modules") is not None
@@ -124,6 +123,12 @@ def _linear_layers(forwards: Mapping[str, Any]) -> str:
     linear = {name for name, forward in forwards.items() if forward is nn.Linear.forward}
     names = sorted({name.rpartition(".")[2] for name in linear})
     return f"the model has the linear layers {listed(names)}"
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter that has several names."""
+    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {key for key, count in counts.items() if count > 1}
 
 
 def _check_selection(

@@ -169,14 +169,17 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
             raise ConfigError(
                 "schedule.options", config.options, f"refused by {config.name}: {error}"
             ) from error
-        # OneCycleLR has one rate for the start, and one after each of `total_steps` updates.
-        last = getattr(scheduler, "total_steps", None)
-        problem = f"{config.name} ends before the run, which has {steps} updates; set it to {steps}"
-        enough = last is None or steps <= last + 1
-        require(enough, "schedule.options.total_steps", last, problem)
+        _check_end(scheduler, config, steps)
         return scheduler
 
     return lambda optimizer: _with_warmup(optimizer, config, steps, imported)
+
+
+def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int) -> None:
+    # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
+    last = getattr(scheduler, "total_steps", None)
+    problem = f"{config.name} ends before the run, which has {steps} updates; set it to {steps}"
+    require(last is None or steps <= last + 1, "schedule.options.total_steps", last, problem)
 
 
 def _with_warmup(

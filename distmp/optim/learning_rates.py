@@ -189,7 +189,7 @@ class LearningRates:
         )
         self._schedule = build_schedule(build, self._placeholder)
         self._rows = [self._current_rates()]
-        self._table = numbers_to_device(self._rows, torch.float32, self._device)
+        self._table = self._make_table(self._rows)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor | float:
         """Set the rates of the next update in all groups; return that of the first group.
@@ -213,14 +213,7 @@ class LearningRates:
             return rate.detach().to(self._device) if isinstance(rate, Tensor) else float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
-        for rate in self._rows[at_most]:
-            if not -ROUNDING <= rate <= _LARGEST:
-                raise ConfigError(
-                    "schedule",
-                    type(self._schedule).__name__,
-                    f"gives the learning rate {rate:g} for update {at_most + 1}; it must be 0 or "
-                    "more, in the range of FP32, in every update of the run",
-                )
+        self._check_row(at_most)
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
@@ -274,6 +267,16 @@ class LearningRates:
                 "or step a torch scheduler on engine.optimizer yourself",
             )
 
+    def _check_row(self, update: int) -> None:
+        for rate in self._rows[update]:
+            if not -ROUNDING <= rate <= _LARGEST:
+                raise ConfigError(
+                    "schedule",
+                    type(self._schedule).__name__,
+                    f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or "
+                    "more, in the range of FP32, in every update of the run",
+                )
+
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""
         if rows < len(self._rows):
@@ -292,7 +295,10 @@ class LearningRates:
                     ) from error
                 break
             self._rows.append(self._current_rates())
-        self._table = numbers_to_device(self._rows, torch.float32, self._device)
+        self._table = self._make_table(self._rows)
+
+    def _make_table(self, rows: list[list[float]]) -> Tensor:
+        return numbers_to_device(rows, torch.float32, self._device)
 
     def _step_schedule(self) -> None:
         assert self._schedule is not None

@@ -188,12 +188,15 @@ class Muon(torch.optim.Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._step_muon()
+        self._step_adamw()
+        return loss
+
+    def _step_adamw(self) -> None:
         self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._adamw.state = self.state
         for name in ("grad_scale", "found_inf"):  # GradScaler removes them after each step
             setattr(self._adamw, name, getattr(self, name, None))
         self._adamw.step()
-        return loss
 
     def _step_muon(self) -> None:
         found_inf: Tensor | None = getattr(self, "found_inf", None)

@@ -265,12 +265,15 @@ def _upcast_partial(group: Any, post_backward: Callable[..., None], *unused: Any
     """
     gradients = [getattr(part, "_unsharded_param", None) for part in group.fsdp_params]
     gradients = [parameter.grad for parameter in gradients if parameter is not None]
-    placements = [each.placements for each in gradients if each is not None and is_dtensor(each)]
-    if any(placement.is_partial() for each in placements for placement in each):
+    if any(gradient is not None and _is_partial(gradient) for gradient in gradients):
         for part in group.fsdp_params:
             for name in UPCASTS:
                 getattr(part, name)()
     post_backward(*unused)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
 def discard_gradients(model: nn.Module) -> None:

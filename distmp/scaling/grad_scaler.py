@@ -13,7 +13,7 @@ import logging
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -722,6 +722,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._init_counts = _Counts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
         self._init_scale = self._rules.restored(state_dict["scale"])
+        self._report_differences(state_dict)
+        if self._scale is not None:
+            device = self._scale.device
+            self._loss_scale = None
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
         for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
             value = self._init_scale if name == "scale" else getattr(self._rules, name)
             if state_dict.get(name, value) != value:
@@ -731,10 +738,6 @@ class DistributedGradScaler(torch.amp.GradScaler):
                     state_dict[name],
                     value,
                 )
-        if self._scale is not None:
-            device = self._scale.device
-            self._loss_scale = None
-            self._lazy_init_scale_growth_tracker(device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -181,9 +181,7 @@ class Console:
         """Print one line, above the live line if there is one."""
         if self._quiet:
             return
-        # Escape what the stream cannot encode, so that the locale cannot end a run.
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        text = masked_text(text).encode(encoding, "backslashreplace").decode(encoding)
+        text = _encodable(masked_text(text), self._stream)
         if self._live is not None:
             self._live.print_above(text)
         else:
@@ -303,3 +301,9 @@ def _is_live(settings: LogConfig, stream: PersistentStream) -> bool:
     if settings.console != "auto":
         return settings.console == "live"
     return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _encodable(text: str, stream: PersistentStream) -> str:
+    """Escape characters that the stream cannot encode, so that the locale cannot end a run."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

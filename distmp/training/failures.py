@@ -99,18 +99,22 @@ def report(environment: RankEnvironment, error: Exception, config: Any = None) -
     """
     # The signal by which the launcher ends this rank must not interrupt a message.
     with StopSignals():
-        where = f"rank {environment.rank} of {environment.world_size}"
-        if isinstance(error, LostPeerError):
-            return _lost(environment)
-        if isinstance(error, DistmpError):
-            return _report_once(environment, error, str(error), str(error), error.exit_code)
-        if environment.world_size > 1 and is_lost_connection(error):
-            return _lost(environment)
-        if message := advice(error, config, environment.world_size, str(current_phase.now)):
-            return _report_once(environment, error, f"{where} {message}", message, 1)
-        stack = "".join(traceback.format_exception(error)).rstrip()
-        cause = f"{type(error).__name__}: {error}"
-        return _report_once(environment, error, f"{where} failed:\n{stack}", cause, 1)
+        return _report(environment, error, config)
+
+
+def _report(environment: RankEnvironment, error: Exception, config: Any) -> int:
+    where = f"rank {environment.rank} of {environment.world_size}"
+    if isinstance(error, LostPeerError):
+        return _lost(environment)
+    if isinstance(error, DistmpError):
+        return _report_once(environment, error, str(error), str(error), error.exit_code)
+    if environment.world_size > 1 and is_lost_connection(error):
+        return _lost(environment)
+    if message := advice(error, config, environment.world_size, str(current_phase.now)):
+        return _report_once(environment, error, f"{where} {message}", message, 1)
+    stack = "".join(traceback.format_exception(error)).rstrip()
+    cause = f"{type(error).__name__}: {error}"
+    return _report_once(environment, error, f"{where} failed:\n{stack}", cause, 1)
 
 
 def _report_once(

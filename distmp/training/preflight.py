@@ -140,11 +140,7 @@ def _compare(
         if kind == ENVIRONMENT:
             warnings += found
         elif kind in (CODE, DATA):
-            more = f" and {len(found) - LISTED:,} more files" if len(found) > LISTED else ""
-            problems.append(
-                f"the files of the {kind} differ: {'; '.join(found[:LISTED])}{more}. Copy the same "
-                "files to all machines, or use shared storage"
-            )
+            problems.append(_differing_files(kind, found))
         else:
             problems += found
     if without := _ranks_without_directory(ranks, config):
@@ -186,6 +182,14 @@ def _differences(values: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) 
 
 def _on_hosts(ranks: Collection[int], hosts: Sequence[str]) -> str:
     return f"{rank_names(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))})"
+
+
+def _differing_files(kind: str, lines: Sequence[str]) -> str:
+    more = f" and {len(lines) - LISTED:,} more files" if len(lines) > LISTED else ""
+    return (
+        f"the files of the {kind} differ: {'; '.join(lines[:LISTED])}{more}. Copy the same files "
+        "to all machines, or use shared storage"
+    )
 
 
 def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:

@@ -193,12 +193,17 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     shared = _properties(before).keys() & _properties(now).keys()
     for fingerprint in (before, now):
         settings = flat(masked(fingerprint["configuration"]), leaves)
-        if settings.get("schedule.warmup_steps", 0) is None:  # the number of updates is compared
-            schedule = ScheduleConfig(settings["schedule.name"], warmup_steps=None)
-            settings["schedule.warmup_steps"] = schedule.warmup(settings["steps"])
+        _resolve_warmup(settings)
         properties = _properties(fingerprint).items()
         values.append(settings | {name: value for name, value in properties if name in shared})
     return compare(*values)
+
+
+def _resolve_warmup(settings: dict[str, Any]) -> None:
+    """Replace null by the default number of warm-up updates, because the number is compared."""
+    if settings.get("schedule.warmup_steps", 0) is None:
+        schedule = ScheduleConfig(settings["schedule.name"], warmup_steps=None)
+        settings["schedule.warmup_steps"] = schedule.warmup(settings["steps"])
 
 
 def _properties(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,11 +241,8 @@ def trace_steps(
             first_step_checks=False,
         )
         start_peak = sum(memory.peak.values())
-        if config.ema.decay > 0:
-            # Of the size of a `WeightAverage`, which fake tensors cannot build.
-            updated = engine.tensors_by_use()[memory_parts.MASTERS]
-            average = [torch.empty_like(tensor, dtype=torch.float32) for tensor in updated]
-            memory.label(average, memory_parts.AVERAGE)
+        average = _average(engine) if config.ema.decay > 0 else []
+        memory.label(average, memory_parts.AVERAGE)
         tracker.engine = engine
         low_precision = engine.low_precision_matmuls.layers
         dtypes = DtypeRecorder(engine.model, low_precision)
@@ -283,6 +280,12 @@ def _described(layers: LowPrecisionLayers, config: RunConfig) -> str:
     if not config.precision.phases:
         return layers.describe()
     return f"{layers.describe()}; the formats are those after the last of precision.phases"
+
+
+def _average(engine: Engine) -> list[Tensor]:
+    """Return tensors of the size of a `WeightAverage`, which fake tensors cannot build."""
+    updated = engine.tensors_by_use()[memory_parts.MASTERS]
+    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in updated]
 
 
 class _PhaseTracker:

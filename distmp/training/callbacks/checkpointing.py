@@ -78,9 +78,7 @@ class Checkpointing(Callback):
         if not self._is_prepared:
             # Raises for an optimizer whose state cannot be saved, before the run is in vain.
             state = trainer.engine.state_dict()
-            every = trainer.config.checkpoint.every
-            # Whether a save may be due before the end.
-            if every > 0 and (step.step // every + 1) * every < trainer.config.steps:
+            if _saves_later(trainer, step.step):
                 self.writer.prepare(state | self._states.tensors())
             self._is_prepared = True
         due = self.writer.is_due(step.step) or self._requested == step.step
@@ -176,6 +174,13 @@ class Checkpointing(Callback):
     def _note_save(self, seconds: float) -> None:
         if self._trainer is not None and self.writer.saved_step is not None:
             self._trainer.report_save(self.writer.saved_step, seconds)
+
+
+def _saves_later(trainer: TrainingLoop, step: int) -> bool:
+    """Return whether a save may be due after `step` and before the end."""
+    settings = trainer.config.checkpoint
+    every = settings.every
+    return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 
 def _last_healthy(directory: Path) -> str:
