@@ -99,7 +99,7 @@ class Updates:
             name = changed[0]
             warnings.warn(
                 f"{name} has changed from {before[name]} to {now[name]}, and is not saved: set it "
-                "after load (an optimizer that counts there continues differently)",
+                "again after load; an optimizer that counts in its groups does not resume exactly",
                 RuntimeWarning,
                 stacklevel=2,
             )

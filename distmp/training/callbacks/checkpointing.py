@@ -76,7 +76,7 @@ class Checkpointing(Callback):
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
         if not self._is_prepared:
-            # Raises for an optimizer whose state cannot be saved, before the run is in vain.
+            # Raises for an optimizer whose state cannot be saved, before work is lost.
             state = trainer.engine.state_dict()
             if _saves_later(trainer, step.step):
                 self.writer.prepare(state | self._states.tensors())
@@ -101,8 +101,8 @@ class Checkpointing(Callback):
         applied, total, skipped = trainer.engine.step_counts.tolist()
         message = _skips_message(step, applied, total, skipped)
         own = step - self._first_step
-        in_vain = own > 0 and (own < skipped or not applied)
-        if finished and (skipped >= WARN_AFTER_SKIPS or in_vain):
+        without_update = own > 0 and (own < skipped or not applied)
+        if finished and (skipped >= WARN_AFTER_SKIPS or without_update):
             raise TrainingError(f"{message}; {self.give_up(trainer, message)}")
         self.save_now(trainer)
         if message and trainer.world.rank == 0:
