@@ -1,4 +1,4 @@
-"""Console output of the first rank: messages, and one line about the current step."""
+"""Console output of the first rank: messages, and lines about steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import logging
 import math
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from distmp.masking import masked_text
-from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.settings import LogConfig
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
@@ -137,22 +135,18 @@ def _norm(norm: float) -> str:
     return f"{norm:.3f}" if norm == 0 or 0.001 <= norm < 1000 else f"{norm:.2e}"
 
 
-_SECONDS_BETWEEN_DRAWS = 0.1
 _STEPS_AVERAGED = 50
 
 
 class Console:
-    """Prints to standard output: a live line on a terminal, plain lines elsewhere.
+    """Prints to standard output.
 
     A closed reader does not end the run; see `PersistentStream`.
 
-    Close it to leave the last state of the live line on the screen.
-
     Args:
-        settings: Mode, and the number of steps between plain lines.
+        settings: Whether to print, and the number of steps between lines.
         quiet: Print nothing; used on every rank except the first.
         stream: The output stream; default: standard output.
-        log: Copies the output to a file, with plain lines instead of the live line.
     """
 
     def __init__(
@@ -161,37 +155,21 @@ class Console:
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
-        log: RankLog | None = None,
     ) -> None:
         settings = settings or LogConfig()
         self._every = settings.every
         self._stream = PersistentStream(stream or sys.stdout)
         self._quiet = quiet or settings.console == "off"
-        self._log = log
-        self._live: _LiveLine | None = None
-        terminal = self._stream
-        if log is not None and log.terminal is not None:
-            terminal = PersistentStream(log.terminal)
-        if not self._quiet and _is_live(settings, terminal):
-            self._live = _LiveLine(terminal, log)
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._steps = 0
 
     def message(self, text: str) -> None:
-        """Print one line, above the live line if there is one."""
-        if self._quiet:
-            return
-        text = _encodable(masked_text(text), self._stream)
-        if self._live is not None:
-            self._live.print_above(text)
-        else:
-            self._print(text)
+        """Print one line."""
+        if not self._quiet:
+            self._print(_encodable(masked_text(text), self._stream))
 
     def step(self, record: StepRecord, total_steps: int) -> None:
-        """Report a step.
-
-        The live line is redrawn at most ten times per second. A plain line is printed every
-        `log.every` steps and for the first, the last, each skipped and each validated step.
+        """Print a line every `log.every` steps, and for first, last, skipped and validated ones.
 
         Args:
             record: The step that has ended.
@@ -204,21 +182,9 @@ class Console:
             self._seconds.clear()
         self._seconds.append(record.step_seconds)
         self._steps += 1
-        left = (total_steps - record.step) * math.fsum(self._seconds) / len(self._seconds)
-        line = progress_line(record, total_steps, left)
-        if self._live is not None:
-            self._live.offer(line)
         if self._needs_line(record, total_steps):
-            if self._live is None:
-                self._print(line)
-            elif self._log is not None:
-                self._log.write(f"{line}\n")
-
-    def close(self) -> None:
-        """Draw the last step and release the terminal. Messages can still be printed."""
-        if self._live is not None:
-            self._live.close()
-            self._live = None
+            mean = math.fsum(self._seconds) / len(self._seconds)
+            self._print(progress_line(record, total_steps, (total_steps - record.step) * mean))
 
     def _needs_line(self, record: StepRecord, total_steps: int) -> bool:
         return (
@@ -233,74 +199,6 @@ class Console:
         # One write per line, so that lines of several processes do not mix in a shared log.
         self._stream.write(text + "\n")
         self._stream.flush()
-
-
-class _LiveLine:
-    """One line at the bottom of the terminal, redrawn in place; other output scrolls above it."""
-
-    def __init__(self, stream: PersistentStream, log: RankLog | None) -> None:
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-        from rich.text import Text
-
-        class CopyingConsole(RichConsole):
-            """Copies all output above the live line to the log."""
-
-            def print(self, *objects: Any, **options: Any) -> None:
-                if log is not None and log.terminal is stream.wrapped:
-                    for text in objects:
-                        if isinstance(text, (str, Text)):
-                            log.write(f"{text}\n")
-                super().print(*objects, **options)
-
-        self._console = CopyingConsole(
-            file=cast("TextIO", stream),
-            force_terminal=True,
-            force_jupyter=False,
-            legacy_windows=False,
-        )
-        is_logged = log is not None and log.terminal is stream.wrapped
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            # Output of the user's code appears above the line, unless it goes to a file.
-            redirect_stdout=is_logged or stream.wrapped is sys.stdout,
-            redirect_stderr=log.shows_errors if is_logged and log else sys.stderr.isatty(),
-        )
-        self._pending: str | None = None
-        self._drawn_at = -math.inf
-
-    def offer(self, line: str) -> None:
-        self._pending = line
-        if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWS:
-            self._draw()
-
-    def print_above(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self._draw()
-        self._live.stop()
-
-    def _draw(self) -> None:
-        if self._pending is None:
-            return
-        from rich.text import Text
-
-        self._live.update(Text(self._pending, no_wrap=True, overflow="crop"))
-        if not self._live.is_started:
-            self._live.start()
-            # Live hides the cursor; a killed process could not restore it.
-            self._console.show_cursor(True)
-        self._live.refresh()
-        self._pending = None
-        self._drawn_at = time.monotonic()
-
-
-def _is_live(settings: LogConfig, stream: PersistentStream) -> bool:
-    if settings.console != "auto":
-        return settings.console == "live"
-    return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def _encodable(text: str, stream: PersistentStream) -> str:

@@ -2,7 +2,7 @@
 
 Standard output and standard error become pipes into `tee`, a separate process that drains them to
 the last byte even if the rank is killed. torchrun's `--tee` does not fit: it does not write to the
-run's directory, takes the terminal from the live line, and is missing under other launchers.
+run's directory, and is missing under other launchers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 logger = logging.getLogger("distmp")
 
@@ -33,16 +33,9 @@ class RankLog:
     """Copies this process's output to a file, from `start` to the end of a `with` block.
 
     Output before the path of the file is known is buffered and copied first.
-
-    Attributes:
-        terminal: The original standard output if it was a terminal, for output that must not be
-            copied; otherwise None.
-        shows_errors: Whether standard error was a terminal.
     """
 
     def __init__(self) -> None:
-        self.terminal: TextIO | None = None
-        self.shows_errors = False
         self._streams: dict[int, int] = {}  # stream: its original descriptor
         self._tees: list[subprocess.Popen[bytes]] = []
         self._early: IO[bytes] | None = None
@@ -55,22 +48,13 @@ class RankLog:
             header: First line of this start of the rank in the file.
         """
         self._streams = {stream: os.dup(stream) for stream in _STREAMS}
-        if os.isatty(self._streams[1]):
-            self.terminal = open(os.dup(self._streams[1]), "w", buffering=1)  # noqa: SIM115
-        self.shows_errors = os.isatty(self._streams[2])
         self._early = self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
         # Several processes write to it, so every write must append.
         fcntl.fcntl(self._early, fcntl.F_SETFL, os.O_APPEND)
-        self.write(f"{header}\n")
+        self._early.write(f"{header}\n".encode(errors="backslashreplace"))
         # The temporary file is already unlinked, so it is deleted when the process ends; its
         # descriptor still gives access to it.
         self._redirect(f"/proc/self/fd/{self._early.fileno()}", self._early.fileno())
-
-    def write(self, text: str) -> None:
-        """Write only to the file; ignore errors of the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk must not end a run
-                self._file.write(text.encode(errors="backslashreplace"))
 
     def place(self, path: Path) -> None:
         """Set the path of the file; a restarted rank appends to it.
@@ -135,9 +119,6 @@ class RankLog:
     def __exit__(self, *exception: object) -> None:
         self._restore()
         self._close_files()
-        if self.terminal is not None:
-            self.terminal.close()
-            self.terminal = None
         for before in self._streams.values():
             os.close(before)
         self._streams.clear()

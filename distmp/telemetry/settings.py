@@ -22,11 +22,10 @@ class LogConfig:
     """
 
     every: int = 10
-    """Steps between two plain lines. First, last, skipped and validated steps always print one."""
+    """Steps between two lines. First, last, skipped and validated steps always print one."""
 
-    console: Literal["auto", "live", "plain", "off"] = "auto"
-    """`live` redraws one line in place, `plain` prints a line every `every` steps, `off` prints
-    nothing. `auto` is `live` on a terminal and `plain` elsewhere."""
+    console: Literal["plain", "off"] = "plain"
+    """`plain` prints messages and lines about steps, `off` prints nothing."""
 
     trackers: tuple[str | dict[str, Any], ...] = ()
     """Trackers that log every step: tensorboard, wandb and others that accelerate supports, or the

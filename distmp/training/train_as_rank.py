@@ -62,19 +62,19 @@ def train_as_rank(
     log.start(f"--- {now}: {who}, pid {os.getpid()}")
     quiet = environment.rank != 0
     stop = until_reported.enter_context(StopSignals())
-    with contextlib.closing(Console(config.log, quiet=quiet, log=log)) as console:
-        with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
-            world = _join(config, environment, console)
-        if config.preflight == "only":
-            leave()
-            return 0
-        trainer = Trainer(config, world, console, callbacks, restarts)
-        if trainer.lease is not None:
-            failures.before_exit(trainer.lease.release)
-        log.place(trainer.directory.log(world.rank))
-        finished = trainer.run(stop)
-        exit_code = 0 if finished else _stopped(restarts, stop, world)
+    console = Console(config.log, quiet=quiet)
+    with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
+        world = _join(config, environment, console)
+    if config.preflight == "only":
         leave()
+        return 0
+    trainer = Trainer(config, world, console, callbacks, restarts)
+    if trainer.lease is not None:
+        failures.before_exit(trainer.lease.release)
+    log.place(trainer.directory.log(world.rank))
+    finished = trainer.run(stop)
+    exit_code = 0 if finished else _stopped(restarts, stop, world)
+    leave()
     return exit_code
 
 
