@@ -15,7 +15,6 @@ NEEDED = (
     "numpy",
     "psutil",
     "pyyaml",
-    "rich",
     "safetensors",
     "tyro",
     "hypothesis",
