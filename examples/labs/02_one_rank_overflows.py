@@ -97,6 +97,7 @@ def train(name: str) -> tuple[list[float], list[list[float]]]:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
         weights.append(model.shared.weight.flatten().tolist())
+    del wrapped  # DDP has to be freed before its process group
     dist.destroy_process_group()
     return scales, weights
 

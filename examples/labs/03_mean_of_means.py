@@ -109,8 +109,10 @@ def step(uses_global_mean: bool) -> list[float]:
             else:
                 loss = loss_sum / max(len(labels), 1) / len(batches)
             loss.backward()
+    gradient = flat_gradient(model).tolist()
+    del model  # DDP has to be freed before its process group
     dist.destroy_process_group()
-    return flat_gradient(model).tolist()
+    return gradient
 
 
 errors = {}
