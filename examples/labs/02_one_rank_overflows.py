@@ -97,7 +97,7 @@ def train(name: str) -> tuple[list[float], list[list[float]]]:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
         weights.append(model.shared.weight.flatten().tolist())
-    del wrapped  # DDP has to be freed before its process group
+    del wrapped, loss  # frees DDP before its process group, because a rank could hang otherwise
     dist.destroy_process_group()
     return scales, weights
 

@@ -110,7 +110,8 @@ def step(uses_global_mean: bool) -> list[float]:
                 loss = loss_sum / max(len(labels), 1) / len(batches)
             loss.backward()
     gradient = flat_gradient(model).tolist()
-    del model  # DDP has to be freed before its process group
+    # Frees DDP before its process group, because a rank could hang otherwise.
+    del model, loss, loss_sum
     dist.destroy_process_group()
     return gradient
 
