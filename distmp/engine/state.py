@@ -1,6 +1,6 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`,
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `group/`,
 `low_precision/`, `unused/` or `engine/`.
 
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
@@ -30,6 +30,7 @@ from distmp.optim.state import (
     named_state,
     never_updated,
     prepare_for_device_skip,
+    restore_numbers,
 )
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.settings import loss_scale_rules
@@ -74,6 +75,9 @@ UNUSED = "unused/"
 
 # Prefix of the names of a schedule's state; the number of updates is stored separately.
 SCHEDULE = "schedule/"
+
+# Prefix of the names of numbers that have changed in parameter groups.
+GROUP = "group/"
 
 # Name of the number of tokens that `precision.phases` needs.
 TOKENS = "low_precision/tokens"
@@ -133,7 +137,6 @@ class EngineState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors by name, see `Engine.state_dict`."""
-        self._updates.warn_about_unsaved_options()
         state = {f"model/{name}": tensor for name, tensor in self.weights().items()}
         for name, value in self._strategy.frozen_and_buffers().items():
             if not isinstance(value, Tensor):
@@ -152,6 +155,8 @@ class EngineState:
             state[f"divergence/{name}"] = value
         for name, value in self._updates.learning_rates.state_dict().items():
             state[f"{SCHEDULE}{name}"] = value
+        for name, value in self._updates.changed_options().items():
+            state[f"{GROUP}{name}"] = value
         if self._products.schedule is not None:
             state[TOKENS] = self._products.schedule.tokens
         for name in self._strategy.used.unused:
@@ -225,8 +230,13 @@ class EngineState:
                 "count; remove the phases, or use them from the start of the run"
             )
         kept = {name for name in live if name not in stored and name.startswith(unused)}
-        kept |= self._rates_to_keep(live, stored)
-        return {name: tensor for name, tensor in live.items() if name not in kept}
+        kept |= self._rates_to_keep(live, stored) | {n for n in live if n.startswith(GROUP)}
+        options = {
+            name: torch.zeros(shape, dtype=dtype)
+            for name, (shape, dtype) in stored.items()
+            if name.startswith(GROUP)
+        }
+        return {name: tensor for name, tensor in live.items() if name not in kept} | options
 
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
@@ -273,6 +283,8 @@ class EngineState:
         self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
+        self._updates.restore_options(_under(GROUP, live))
+        restore_numbers(self._updates.optimizer)
         self._updates.tensors.forget_writes()
         self._updates.is_complete = True
         self._strategy.publish_weights()

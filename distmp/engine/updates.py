@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from distmp.errors import TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
-from distmp.optim.state import prepare_for_device_skip
+from distmp.optim.state import is_number, number_tensor, prepare_for_device_skip, to_number
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
@@ -66,7 +68,7 @@ class Updates:
         )
         self.max_applied = 0
         self.is_complete = True
-        self._options = self._unsaved_options()
+        self._options = _options(self.optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -82,27 +84,25 @@ class Updates:
             raise TrainingError(HALF_WAY)
         self.tensors.check(optimizer)
 
-    def _unsaved_options(self) -> dict[str, float]:
-        """Return the numbers in parameter groups that no state of the engine contains."""
+    def changed_options(self) -> dict[str, Tensor]:
+        """Return copies of the numbers in parameter groups that have changed, by `index/key`.
+
+        Some optimizers count in their groups. Others are not saved, so that a resumed run can have
+        another configuration; rates are among `learning_rates`.
+        """
         return {
-            f"param_groups[{index}][{key!r}]": value
-            for index, group in enumerate(self.optimizer.param_groups)
-            for key, value in group.items()
-            if isinstance(value, int | float) and key != "lr"
+            name: number_tensor(value)
+            for name, value in _options(self.optimizer).items()
+            if value != self._options.get(name)
         }
 
-    def warn_about_unsaved_options(self) -> None:
-        """Warn about numbers in parameter groups that have changed: a load does not set them."""
-        now, before = self._unsaved_options(), self._options
-        changed = [name for name in now if now[name] != before.get(name, now[name])]
-        if changed:
-            name = changed[0]
-            warnings.warn(
-                f"{name} has changed from {before[name]} to {now[name]}, and is not saved: set it "
-                "again after load; an optimizer that counts in its groups does not resume exactly",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def restore_options(self, changed: Mapping[str, Tensor]) -> None:
+        """Set the numbers in parameter groups from a state, see `changed_options`."""
+        values = self._options | {name: to_number(tensor) for name, tensor in changed.items()}
+        for name, value in values.items():
+            index, _, key = name.partition("/")
+            if int(index) < len(self.optimizer.param_groups):
+                self.optimizer.param_groups[int(index)][key] = value
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -136,3 +136,13 @@ class Updates:
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)
         return replace(decision, grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers and tuples of numbers in all groups, except rates, by `index/key`."""
+    return {
+        f"{index}/{key}": value
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "lr" and is_number(value)
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from distmp.utils.flat_shard import FlatShard, global_shape
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW, Muon)
 # State that torch's optimizers keep as one number per parameter of any shape.
 _COUNTS = ("step", "mu_product", "eta", "mu")
+# Appended to the key of a number of Python.
+_NUMBER = "#number"
 
 logger = logging.getLogger("distmp")
 
@@ -74,28 +77,54 @@ def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the live state tensors by `parameter name/key`.
+    """Return the live state tensors by `parameter name/key`, and copies of numbers.
 
     Args:
-        optimizer: Any torch optimizer whose state consists of tensors.
+        optimizer: Any torch optimizer whose state consists of tensors and numbers.
         names: Name of each parameter by its `id`.
 
     Raises:
-        CheckpointError: If a state is not a tensor, so that it would be lost.
+        CheckpointError: If a state is neither a tensor nor a number, so that it would be lost.
     """
     state = {}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if value is None:
                 continue
+            if is_number(value):
+                key, value = f"{key}{_NUMBER}", number_tensor(value)
             if not isinstance(value, Tensor):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names[id(parameter)]!r} as "
-                    f"{type(value).__name__}; only tensors can be saved: use another optimizer, or "
-                    "a subclass that keeps a tensor"
+                    f"{type(value).__name__}; only tensors and numbers can be saved: use another "
+                    "optimizer, or a subclass that keeps a tensor"
                 )
             state[f"{names[id(parameter)]}/{key}"] = value
     return state
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number of Python, or a tuple of numbers."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, int | float) for part in parts)
+
+
+def number_tensor(number: Any) -> Tensor:
+    """Return a number or a tuple of numbers as a tensor, without rounding it to FP32."""
+    tensor = torch.tensor(number)
+    return torch.tensor(number, dtype=torch.float64) if tensor.is_floating_point() else tensor
+
+
+def to_number(tensor: Tensor) -> Any:
+    """Return the number or the tuple of numbers in a tensor."""
+    return tuple(tensor.tolist()) if tensor.dim() else tensor.item()
+
+
+def restore_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Replace the tensors that `create_state` has created for numbers by the numbers."""
+    for values in optimizer.state.values():
+        for key in [key for key in values if str(key).endswith(_NUMBER)]:
+            values[key.removesuffix(_NUMBER)] = to_number(values.pop(key))
 
 
 def check_state(state: object) -> None:
@@ -151,7 +180,7 @@ def create_state(
 
     They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
     which torch's kernels need. Removes the state of parameters without a stored state: they had not
-    been updated then.
+    been updated then. Call `restore_numbers` when the tensors have their values.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
@@ -189,6 +218,7 @@ def create_state(
             state.update(optimizer.new_state(parameter))
         if key in state or isinstance(optimizer, AdamW):
             continue
+        state.pop(key.removesuffix(_NUMBER), None)
         if dtype.is_floating_point and is_of_torch:
             dtype = parameter.dtype if shape else dtype
         full = parameter.shape if shapes is None else shapes[name]

@@ -455,7 +455,7 @@ def _factor(node: Any, *, host_waits: bool) -> float:
         other = None
     if other is not None:
         with _disable_current_modes():  # they receive a number of Python as float, not as tensor
-            other = float(other)
+            other = float(other.detach() if isinstance(other, Tensor) else other)
     if kind.startswith("Mul"):
         return math.nan if other is None else other
     return 1 / other if other else 1.0

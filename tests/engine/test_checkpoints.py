@@ -242,22 +242,64 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
         engine.save(tmp_path / "ckpt")
 
 
-def test_numbers_that_an_optimizer_keeps_in_its_groups_are_named() -> None:
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-            return super().step(closure)
+class Counting(torch.optim.Optimizer):
+    """Counts in its groups and, as older optimizers do, in Python numbers per parameter."""
 
-    def build(named: Any) -> torch.optim.Optimizer:
-        optimizer = Counting(named, lr=0.1)
-        optimizer.param_groups[0]["k"] = 0
-        return optimizer
+    def __init__(self, named: Any, lr: float = 0.1) -> None:
+        super().__init__(named, {"lr": lr, "k": 0, "betas": (0.9, 0.5), "weight_decay": 0.01})
 
-    engine = make_engine(optimizer=build)
-    engine.state_dict()
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["betas"] = (0.9, group["betas"][1] / 3)
+            group.setdefault("d", 1e-30)
+            group["d"] *= 1.1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                state["rms"] = 0.3 * state.get("rms", 1.0)
+                factor = state["rms"] / state["step"] + group["betas"][1] / group["k"]
+                parameter.sub_(parameter.grad, alpha=group["lr"] * factor)
+
+
+def test_numbers_that_an_optimizer_keeps_are_saved(tmp_path: Path) -> None:
+    engine = make_engine(optimizer=Counting)
+    train(engine, 3, ONE_RANK)
+    engine.save(tmp_path)
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    train(engine, 2, ONE_RANK, first=3)
+    for load in (lambda other: other.load(tmp_path), lambda other: other.load_state_dict(state)):
+        for steps in (0, 1):  # a new engine, and one that returns to the state
+            other = make_engine(optimizer=Counting)
+            other.optimizer.param_groups[0]["weight_decay"] = 0.02
+            train(other, steps, ONE_RANK)
+            load(other)
+            assert type(other.optimizer.param_groups[0]["k"]) is int
+            assert other.optimizer.param_groups[0]["weight_decay"] == 0.01
+            train(other, 2, ONE_RANK, first=3)
+            assert_same_bits(weights(other), weights(engine))
+            assert other.optimizer.param_groups[0]["d"] == engine.optimizer.param_groups[0]["d"]
+
+
+def test_a_new_optimizer_starts_with_its_own_numbers(tmp_path: Path) -> None:
+    engine = make_engine(optimizer=Counting)
+    train(engine, 2, ONE_RANK)
+    engine.save(tmp_path)
+    engine.load(tmp_path, optimizer=False)
+    assert engine.optimizer.param_groups[0]["k"] == 0
+    assert not any(name.endswith("#number") for name in engine.state_dict())
+
+
+def test_numbers_of_the_configuration_are_those_of_the_resumed_run(tmp_path: Path) -> None:
+    engine = make_engine(optimizer=lambda named: torch.optim.AdamW(named, weight_decay=0.1))
     train(engine, 1, ONE_RANK)
-    with pytest.warns(RuntimeWarning, match=r"param_groups\[0\]\['k'\] has changed from 0 to 1"):
-        engine.state_dict()
+    engine.save(tmp_path)
+    other = make_engine(optimizer=lambda named: torch.optim.AdamW(named, weight_decay=0.2))
+    other.load(tmp_path)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.2
 
 
 def test_extra_state_of_a_model_is_refused_unless_a_tensor() -> None:

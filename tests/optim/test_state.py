@@ -108,11 +108,11 @@ def test_existing_state_is_kept() -> None:
     assert all(after[key] is before[key] for key in before)
 
 
-def test_state_without_tensor_is_refused_by_name() -> None:
+def test_state_that_is_no_number_is_refused_by_name() -> None:
     named = parameters()
     optimizer = torch.optim.LBFGS([named["a.weight"]])
-    optimizer.state[named["a.weight"]]["func_evals"] = 3
-    with pytest.raises(CheckpointError, match=r"LBFGS keeps 'func_evals' of 'a\.weight' as int"):
+    optimizer.state[named["a.weight"]]["old_dirs"] = [3]
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps 'old_dirs' of 'a\.weight' as list"):
         named_state(optimizer, names_of(named))
 
 
