@@ -172,7 +172,8 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
             "loss",
             _describe(loss),
             "does not depend on any parameter that is trained; return a loss of the model's "
-            "output without detach(), multiplied by 0 for a batch without targets",
+            "output without detach(), multiplied by 0 for a batch without targets (torch's "
+            "checkpoint needs use_reentrant=False)",
         )
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         return loss.reshape(()), weight.reshape(())

@@ -204,16 +204,16 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
     """
     error = partial(ConfigError, "precision.policy", policy.name)
     for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise error(
+                f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
+                "convert it with .float() first, or a complex one with torch.view_as_real",
+            )
         if not parameter.is_floating_point() and policy.casts_parameters:
             raise error(
                 f"converts parameters to {dtype_name(policy.compute_dtype)}, but parameter "
                 f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
-            )
-        if parameter.requires_grad and parameter.dtype not in DTYPES:
-            raise error(
-                f"trains FP32 weights, but parameter {name!r} is {dtype_name(parameter.dtype)}; "
-                "convert it with .float() first, or a complex one with torch.view_as_real",
             )
 
 

@@ -46,7 +46,7 @@ CLASSES = {
     "reduced_in_16_bits": ("ranks reduced in 16 bits", "reduce in FP32, without compression hook"),
     "same_data": ("ranks train on the same microbatches", "use DistributedSampler"),
     "different_weights": ("the weights differ between ranks", "seed all ranks, or wrap in DDP"),
-    "missing": ("no gradient, or zero", "reduce zeros for unused parameters"),
+    "missing": ("no gradient, or zero", "reduce zeros if unused, avoid no_grad and detach"),
     "in_no_optimizer": ("in no parameter group of the optimizer", "build it after wrapping"),
     "skipped": ("optimizer not called equally often on ranks", "use distmp.DistributedGradScaler"),
     "scheduler": ("the learning rate changed after a skipped step", "step it with the optimizer"),
@@ -56,8 +56,11 @@ CLASSES = {
     "clipped": ("clipped before it was read", "pass max_norm=, clip after reducing"),
     "shard_clipped": ("clipped by the norm of each rank's shard", "clip DTensors, not shards"),
     "not_finite": ("NaN or infinite", "divide by at least 1 token"),
-    "weighted": ("microbatches count with wrong weights", "divide all sums equally"),
-    "unexplained": ("in no class", "look for changes after backward"),
+    "weighted": (
+        "microbatches count with wrong weights",
+        "divide all sums equally, clip only once",
+    ),
+    "unexplained": ("in no class", "compare labels, loss and changes after backward"),
 }
 TEXTS = {kind: text for kind, (text, _) in CLASSES.items()}
 
