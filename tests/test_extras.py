@@ -20,6 +20,7 @@ PROJECT = (Path(__file__).parent.parent / "pyproject.toml").read_text()
         ("accelerate", "trackers", ["explain", "--log.trackers", "tensorboard"]),
         ("transformers", "hf", ["explain", "--config", "preset:huggingface"]),
         ("peft", "hf", ["explain", "--model.peft={r: 4}"]),
+        ("datasets", "data", ["data", "tokenize", "any", "--to=any", "--tokenizer=bytes"]),
     ],
 )
 def test_command_names_extra_of_missing_package(

@@ -146,7 +146,7 @@ def load_encoder(tokenizer: str) -> Encoder:
 def _parse(argv: list[str]) -> Namespace:
     parser = Parser(
         prog="distmp data",
-        description="Turn text into token files for data.source=tokens. Needs `datasets`.",
+        description="Turn text into token files for data.source=tokens. Needs the extra `data`.",
     )
     parser.add_argument("command", choices=("tokenize",))
     parser.add_argument(
@@ -197,11 +197,9 @@ def _unfinished(directory: Path) -> Iterator[Path]:
 
 def _documents(arguments: Namespace, cache: Path) -> Any:
     """Return the documents of all inputs as a dataset of one column, in order."""
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        problem = "needs the package datasets; install it with `pip install datasets`"
-        raise ConfigError("INPUT", arguments.inputs[0], problem) from error
+    require_package("INPUT", arguments.inputs[0], "datasets", "data")
+    import datasets
+
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises is printed
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from distmp.masking import masked_text
 from distmp.telemetry.records import StepRecord
@@ -17,46 +18,6 @@ from distmp.telemetry.settings import LogConfig
 from distmp.utils.units import bytes_text, duration, per_second, quantity, scale_text
 
 logger = logging.getLogger("distmp")
-
-
-class PersistentStream:
-    """A text stream on which writes never fail.
-
-    The first error is logged once. All later output to the stream's file is discarded, including
-    that of other code.
-
-    Attributes:
-        wrapped: The wrapped stream.
-    """
-
-    def __init__(self, wrapped: TextIO) -> None:
-        self.wrapped = wrapped
-
-    def write(self, text: str) -> int:
-        """Write a text, or discard it; return its length."""
-        try:
-            return self.wrapped.write(text)
-        except OSError as error:
-            self._lose(error)
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        try:
-            self.wrapped.flush()
-        except OSError as error:
-            self._lose(error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)
-
-    def _lose(self, error: OSError) -> None:
-        discard(self.wrapped)
-        logger.warning(
-            "the output of this run cannot be written any more (%s); training continues, see its "
-            "step records",
-            error.strerror,
-        )
 
 
 def discard(stream: TextIO) -> None:
@@ -141,7 +102,8 @@ _STEPS_AVERAGED = 50
 class Console:
     """Prints to standard output.
 
-    A closed reader does not end the run; see `PersistentStream`.
+    A closed reader does not end the run: the first error is logged, and all later output to the
+    stream is discarded, also that of other code. Characters that its encoding lacks are escaped.
 
     Args:
         settings: Whether to print, and the number of steps between lines.
@@ -158,7 +120,9 @@ class Console:
     ) -> None:
         settings = settings or LogConfig()
         self._every = settings.every
-        self._stream = PersistentStream(stream or sys.stdout)
+        self._stream = stream or sys.stdout
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
         self._quiet = quiet or settings.console == "off"
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._steps = 0
@@ -166,7 +130,7 @@ class Console:
     def message(self, text: str) -> None:
         """Print one line."""
         if not self._quiet:
-            self._print(_encodable(masked_text(text), self._stream))
+            self._print(masked_text(text))
 
     def step(self, record: StepRecord, total_steps: int) -> None:
         """Print a line every `log.every` steps, and for first, last, skipped and validated ones.
@@ -196,12 +160,14 @@ class Console:
         )
 
     def _print(self, text: str) -> None:
-        # One write per line, so that lines of several processes do not mix in a shared log.
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-
-def _encodable(text: str, stream: PersistentStream) -> str:
-    """Escape characters that the stream cannot encode, so that the locale cannot end a run."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            # One write per line, so that lines of several processes do not mix in a shared log.
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except OSError as error:
+            discard(self._stream)
+            logger.warning(
+                "the output of this run cannot be written any more (%s); training continues, see "
+                "its step records",
+                error.strerror,
+            )

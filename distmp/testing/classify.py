@@ -83,7 +83,7 @@ class SplitResult:
             wanted.
         shard_factors: Factors below 1 between parts of the measured and the wanted gradient, at
             most one per rank; none if there is one factor, or more.
-        narrow: Names of parameters whose gradient is held in 16 bits.
+        in_16_bits: Names of parameters whose gradient is held in 16 bits.
         reduction: A collective that has reduced in 16 bits; empty without one.
         is_unlike: Whether microbatches weight further losses differently, relative to the first.
     """
@@ -96,7 +96,7 @@ class SplitResult:
     products: dict[str, Array] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     shard_factors: tuple[float, ...] = ()
-    narrow: set[str] = field(default_factory=set)
+    in_16_bits: set[str] = field(default_factory=set)
     reduction: str = ""
     norm: float | None = None
     is_unlike: bool = False
@@ -266,7 +266,7 @@ class _Predictions:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
         errors = _norm(products, self._predicted - self.measured)
-        is_rounded = bool(self.split.reduction) or name in self.split.narrow
+        is_rounded = bool(self.split.reduction) or name in self.split.in_16_bits
         share = self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {*np.flatnonzero(errors <= allowed).tolist()}
@@ -292,7 +292,7 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     predictions = [_Predictions(split, wanted, most) for split in splits]
     broken = {n for each in predictions for n in each.split.products.keys() - each.products}
     found = [mismatch("not_finite", sorted(broken)), *_compared(predictions)]
-    summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.narrow}
+    summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.in_16_bits}
     found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
     if reduction := max(split.reduction for split in splits):
         names = sorted(splits[0].products.keys() - summed)

@@ -67,7 +67,9 @@ class Reference:
         for name, each in stacked.items():
             wanted, measured = _mean(each, weights), step.gradients.get(name)
             flat, added = (_flat(g, wanted) for g in (measured, step.former.get(name)))
-            split.narrow.update([name] if measured is not None and measured.itemsize == 2 else [])
+            split.in_16_bits.update(
+                [name] if measured is not None and measured.itemsize == 2 else []
+            )
             split.products[name] = _products([*each.flatten(0, 1), added, flat])
             split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
             if name in ideal:

@@ -180,7 +180,7 @@ def test_single_parameters_are_named() -> None:
         each.products["doubled"] = project(2 * right, terms)
         each.products["zero"] = project(0 * right, terms)
         each.products["rounded"] = project(right * (1 + 1e-3), terms)
-        each.narrow.add("rounded")
+        each.in_16_bits.add("rounded")
         # Terms that cancel: nothing but rounding errors is left.
         each.products["noise"] = project(1e-9 * right, terms - terms.mean(0))
         each.noise["noise"] = 0.5
