@@ -79,6 +79,8 @@ def _as_tensor(value: Any) -> Any:
         return value
 
 
+_COMPARED_SAMPLES = 16
+
 Batch = dict[str, Tensor]
 # Compares a description of the data between ranks.
 _Check = Callable[[str], None]
@@ -105,8 +107,9 @@ def steps(
             describes. It may draw random numbers (see `SeededMicrobatches`); an attribute
             `draws_nothing = True` disables the seeding, which takes time.
         division: How samples are divided over steps, ranks and microbatches.
-        world: Ranks that compare their datasets: map-style ones once, streams in every step. None
-            disables the comparison. With a GPU, tensors are in page-locked memory.
+        world: Ranks that compare their datasets: samples of map-style ones in every epoch, streams
+            in every step. None disables the comparison. With a GPU, tensors are in page-locked
+            memory.
         seed: Seed of the order, and of what the dataset and `collate_fn` draw.
         shuffle: False reads a map-style dataset in the order of its indices.
         workers: Processes that prepare microbatches; 0 prepares them in this process.
@@ -140,7 +143,7 @@ def steps(
 def check_same_data(
     dataset: Any, division: Division, seed: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Compare the length and a sample of a map-style dataset between ranks. Collective.
+    """Compare the length and some samples of a map-style dataset between ranks. Collective.
 
     Raises:
         ConfigError: On every rank, if ranks have different datasets.
@@ -148,7 +151,7 @@ def check_same_data(
     if _has_peers(group):
         sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
         seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        check_same_source(group, "dataset", _description(sampler, seeded))
+        check_same_source(group, "dataset", _description(sampler, seeded, division.first_sample))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -192,23 +195,30 @@ def _grouped(
 ) -> _Steps:
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
-    if check is not None:
-        check(_description(sampler, seeded))
+    compared = -1
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
+            if check is not None and first // size > compared:
+                compared = first // size
+                check(_description(sampler, seeded, first))
             own = [next(microbatches) for _ in range(division.microbatches)]
             yield Step(own, first // size, (first + division.global_batch_size) // size)
 
 
-def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
-    """Describe a map-style dataset by its length and next sample, and how steps divide it."""
-    position, batch = sampler.division.first_sample, sampler.division.global_batch_size
-    (index,) = sampler.indices(range(position, position + 1))
+def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches, first: int) -> str:
+    """Describe a map-style dataset by its length and some samples, and how steps divide it.
+
+    A sample per step of an epoch, but at most `_COMPARED_SAMPLES`, so that it takes little time.
+    """
+    size, batch = sampler.size, sampler.division.global_batch_size
+    count = min(_COMPARED_SAMPLES, -(-size // batch))
+    places = [(first + i, (first + i * size // count) % size) for i in range(count)]
     with generators_kept():
-        once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
+        once, again = ([seeded.sample(*place) for place in places] for _ in range(2))
+        sums = sample_checksum(once), sample_checksum(again)
     # A dataset may draw from other generators, which are not seeded.
-    content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
-    return f"{sampler.size:,} samples, {content}, in steps of {batch:,}"
+    content = "random samples" if sums[0] != sums[1] else f"checksum {sums[0]:08x} of {count} of them"
+    return f"{size:,} samples, {content}, in steps of {batch:,}"
 
 
 def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> _Steps:

@@ -9,11 +9,9 @@ import signal
 import threading
 from collections.abc import Iterator
 
-import psutil
-
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.errors import LOST_PEER_EXIT_CODE
-from distmp.utils.processes import signal_when_parent_ends
+from distmp.utils.processes import signal_when_parent_ends, started
 
 # Time for the current step and a last checkpoint.
 END_SECONDS = 10.0
@@ -56,7 +54,7 @@ def end_with_launcher() -> Iterator[None]:
     # The launcher may have ended before this call. torchrun passes no ID to its ranks. A process
     # that is not the parent but is alive has launched an outer run, in which this one is nested.
     passed = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
-    _launcher = os.getppid() if psutil.pid_exists(passed) else passed
+    _launcher = os.getppid() if started(passed) else passed
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(stopped,), name="launcher watch", daemon=True)
     thread.start()

@@ -217,9 +217,9 @@ def _check_replaceable(directory: Path) -> None:
 @contextmanager
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
+    _check_replaceable(directory)
     temporary = directory.with_name(f".{directory.name}.writing")
     replaced = directory.with_name(f".{directory.name}.replaced")
-    _check_replaceable(directory)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -108,6 +109,7 @@ class TrainerMixin(_TrainerBase):
         self._microbatches: deque[tuple[Tensor, Tensor | None]] = deque()
         self._ended_iterator: Iterator[Any] | None = None
         super().__init__(*positional, **arguments)
+        self._loss_shifts_labels |= _uses_default_loss(self.model)
         _check_trainer(self)
 
     @property
@@ -306,6 +308,17 @@ class _TrainerAccelerator(Accelerator):
             )
         self.averages_losses = False
         super().backward(loss * self.loss_weight, **arguments)
+
+
+def _uses_default_loss(model: Any) -> bool:
+    """Return whether a model has the loss of causal models because Transformers knows no other.
+
+    Transformers (5.23) counts labels of such models as if they were not shifted, for example of
+    GPT2LMHeadModel.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()
+    is_unknown = getattr(base, "loss_type", "") is None and not base.config.is_encoder_decoder
+    return is_unknown and "self.loss_function(" in inspect.getsource(type(base).forward)
 
 
 def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:

@@ -307,7 +307,8 @@ class Rendezvous:
         if len(members) >= endpoint.min_nodes:
             return (
                 f"the hosts of the run did not join again within {seconds} s, although they "
-                f"respond: {joined}; see the logs of their ranks"
+                f"respond: {joined}; see the logs of their ranks, and give all hosts the same "
+                "--nnodes"
             )
         missing = self._missing(members)
         return (

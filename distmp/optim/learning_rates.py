@@ -210,7 +210,9 @@ class LearningRates:
             for index, group in enumerate(self._groups):
                 _check_rate(index, group["lr"])
             rate = self._groups[0]["lr"]
-            return rate.detach().to(self._device) if isinstance(rate, Tensor) else float(rate)
+            if isinstance(rate, Tensor):  # of one element
+                return rate.detach().reshape(()).to(self._device)
+            return float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
         self._check_row(at_most)

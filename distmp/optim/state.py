@@ -19,6 +19,8 @@ from distmp.utils.flat_shard import FlatShard, global_shape
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW, Muon)
 # State that torch's optimizers keep as one number per parameter of any shape.
 _COUNTS = ("step", "mu_product", "eta", "mu")
+# State that an option of torch's optimizers needs.
+_OPTION_KEYS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 # Appended to the key of a number of Python.
 _NUMBER = "#number"
 
@@ -245,7 +247,10 @@ def _keys(stored: Iterable[str]) -> dict[str, set[str]]:
 def _check_complete(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], keys: Mapping[str, set[str]]
 ) -> None:
-    """Check that parameters of one group and number of dimensions have the same keys."""
+    """Check that parameters of one group and number of dimensions have the same keys.
+
+    They have to include those of the options of the group.
+    """
     for group in optimizer.param_groups:
         known: dict[int, set[str]] = {}
         for parameter in group["params"]:
@@ -253,6 +258,12 @@ def _check_complete(
             own = keys.get(name)
             if own is None:
                 continue
+            for option, key in _OPTION_KEYS.items():
+                if group.get(option) and key not in own:
+                    raise CheckpointError(
+                        f"the state has no {key} of {name}, which {option} = {group[option]} "
+                        "needs; set it as in the saved optimizer, or start with new optimizer state"
+                    )
             others = known.setdefault(parameter.dim(), own)
             if own != others:
                 raise CheckpointError(

@@ -41,14 +41,14 @@ class ProcessIdentity(NamedTuple):
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
         """Return the identity of the calling process."""
-        return cls(_machine(), os.getpid(), _started(os.getpid()) or "")
+        return cls(_machine(), os.getpid(), started(os.getpid()) or "")
 
     def has_ended(self) -> bool:
         """Return whether the process is known to have ended.
 
         False for a process of another machine or container, which cannot be looked up here.
         """
-        return self.machine == _machine() and _started(self.pid) != self.started
+        return self.machine == _machine() and started(self.pid) != self.started
 
 
 def thread_seconds(thread_id: int) -> float:
@@ -85,8 +85,8 @@ def _machine() -> str:
     return f"{boot}/{(_PROC / 'self/ns/pid').stat().st_ino}"
 
 
-def _started(pid: int) -> str | None:
-    """Return when a process started, as text; None if it has ended."""
+def started(pid: int) -> str | None:
+    """Return when a process started, as text; None if it has ended, also if it is a zombie."""
     try:
         # The name in parentheses may hold anything; the fields follow it, see proc(5).
         state, *fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()

@@ -338,15 +338,6 @@ def test_batch_that_ranks_cannot_share_is_refused_without_microbatch_size() -> N
         DataLoader(range(20), 9)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("num_workers", "'num_workers': use workers"), ("drop_last", "remove it"), ("x", "see help")],
-)
-def test_argument_of_other_loader_is_one_message(name: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        DataLoader(range(9), 4, **{name: 1})  # type: ignore[arg-type]
-
-
 def stream_by_node() -> Any:
     from datasets.distributed import split_dataset_by_node
 
@@ -480,6 +471,24 @@ class CountedReads:
     def __getitem__(self, index: int) -> int:
         self.reads += 1
         return index
+
+
+@ranks(2)
+def test_samples_in_another_order_on_each_rank_are_refused() -> None:
+    rank, refused = torch.distributed.get_rank(), r"on rank 0; .* on rank 1: ranks read different"
+    order = [*range(500), *random.Random(rank).sample(range(500, 1000), 500)]
+    for shuffle in (True, False):
+        with pytest.raises(ConfigError, match=refused):
+            next(iter(DataLoader(order, 8, 2, shuffle=shuffle)))
+    with pytest.raises(ConfigError, match=refused):
+        DataLoader(order, 8, 2).once()
+    # Shuffled in place between two epochs.
+    samples = [*range(64)]
+    loader = DataLoader(samples, 8, 2)
+    assert len([*loader]) == 8
+    random.Random(rank).shuffle(samples)
+    with pytest.raises(ConfigError, match=refused):
+        next(iter(loader))
 
 
 @ranks(2)

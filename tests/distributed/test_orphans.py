@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,26 @@ with end_with_launcher():
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)  # holds the GIL
 Path("returned").touch()
 """
+ORPHAN = """
+import os, signal
+from distmp.distributed import orphans
+
+os.environ.update(TORCHELASTIC_RUN_ID="run", RANK="0", WORLD_SIZE="1", LOCAL_RANK="1")
+launcher = os.fork()
+if not launcher:
+    os._exit(0)
+os.waitid(os.P_PID, launcher, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+os.environ[orphans.LAUNCHER_VARIABLE] = str(launcher)
+with orphans.end_with_launcher():
+    signal.pause()
+"""
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_launcher_that_ended_before_its_rank_watches_it_is_noticed() -> None:
+    command = [sys.executable, "-c", ORPHAN]
+    done = subprocess.run(command, env=environment(), timeout=60, check=False)
+    assert done.returncode == -signal.SIGTERM
 
 
 @pytest.mark.nightly

@@ -452,6 +452,29 @@ def _check_labels(path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_labels_of_a_causal_model_without_known_loss_are_counted_shifted(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+
+    from distmp.integrations.transformers import Trainer, _uses_default_loss
+
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout))
+    rows = torch.randint(64, (4, 5))
+    logits = model.double()(input_ids=rows).logits[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, rows[:, 1:].flatten()).item()
+    made = Trainer(
+        model=model.float(),
+        args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=2),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    others = llama(), bert("BertForMaskedLM"), GPT2Model(GPT2Config(**sizes))
+    assert not any(map(_uses_default_loss, others))
+
+
 def test_missing_transformers_message_names_package() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
     done = run(python("-c", code), Path.cwd())

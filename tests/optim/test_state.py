@@ -116,6 +116,23 @@ def test_state_that_is_no_number_is_refused_by_name() -> None:
         named_state(optimizer, names_of(named))
 
 
+@pytest.mark.parametrize(
+    ("option", "build"),
+    [
+        ("amsgrad", lambda p, **options: torch.optim.AdamW(p, lr=0.1, **options)),
+        ("centered", lambda p, **options: torch.optim.RMSprop(p, lr=0.1, **options)),
+        ("momentum", lambda p, **options: torch.optim.RMSprop(p, lr=0.1, **options)),
+    ],
+)
+def test_state_without_what_an_option_needs_is_refused(option: str, build: Any) -> None:
+    named = parameters()
+    optimizer = build(named.values())
+    take_steps(named, optimizer, 1)
+    stored = kinds(named_state(optimizer, names_of(named)))
+    with pytest.raises(CheckpointError, match=rf"of a\.weight, which {option} = True needs"):
+        create_state(build(named.values(), **{option: True}), names_of(named), stored)
+
+
 def test_state_of_untrained_parameters_is_omitted() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
