@@ -57,8 +57,8 @@ class _Faulty(list):  # type: ignore[type-arg]
 
     def __getitem__(self, index: Any) -> Any:
         self.read += 1
-        # Two more than two steps: ranks compare the first sample, which is read twice.
-        if self.read > 10:
+        # 16 more than two steps: ranks compare 8 samples, which are read twice.
+        if self.read > 24:
             perhaps("data")
         return super().__getitem__(index)
 

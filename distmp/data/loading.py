@@ -217,7 +217,9 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches, first: 
         once, again = ([seeded.sample(*place) for place in places] for _ in range(2))
         sums = sample_checksum(once), sample_checksum(again)
     # A dataset may draw from other generators, which are not seeded.
-    content = "random samples" if sums[0] != sums[1] else f"checksum {sums[0]:08x} of {count} of them"
+    content = (
+        "random samples" if sums[0] != sums[1] else f"checksum {sums[0]:08x} of {count} of them"
+    )
     return f"{size:,} samples, {content}, in steps of {batch:,}"
 
 

@@ -29,7 +29,7 @@ from distmp.distributed.failing_together import Failure
 from distmp.distributed.roll_call import TIMED_OUT
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.engine.state import GROUP, SCHEDULE, TensorSpec
+from distmp.engine.state import GROUP, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed, require
 from distmp.export.running import RunningEngine
 from distmp.utils.files import check_directory_name
@@ -308,7 +308,7 @@ def load_checkpoint(
         stored = {name: kind for name, kind in stored.items() if not name.startswith("optimizer/")}
     live = engine.prepare_to_load(stored)
     if not optimizer:
-        of_optimizer = ("optimizer/", SCHEDULE, GROUP)
+        of_optimizer = ("optimizer/", GROUP)
         live = {name: tensor for name, tensor in live.items() if not name.startswith(of_optimizer)}
     checkpoint.load(live)
     step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())

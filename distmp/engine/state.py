@@ -1,7 +1,7 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `group/`,
-`low_precision/`, `unused/` or `engine/`.
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `group/`, `low_precision/`,
+`unused/` or `engine/`.
 
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
 updates the values derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
@@ -23,6 +23,7 @@ from distmp.distributed.world import World
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.settings import PHASES
 from distmp.engine.setup import EngineSetup
+from distmp.engine.updates import RATE
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
     check_shapes,
@@ -73,10 +74,7 @@ logger = logging.getLogger("distmp")
 # Prefix of the names under which a state lists the parameters that no rank has ever used.
 UNUSED = "unused/"
 
-# Prefix of the names of a schedule's state; the number of updates is stored separately.
-SCHEDULE = "schedule/"
-
-# Prefix of the names of numbers that have changed in parameter groups.
+# Prefix of the names of numbers in parameter groups.
 GROUP = "group/"
 
 # Name of the number of tokens that `precision.phases` needs.
@@ -153,9 +151,7 @@ class EngineState:
             state[f"loss_scale/{name}"] = value
         for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
-        for name, value in self._updates.learning_rates.state_dict().items():
-            state[f"{SCHEDULE}{name}"] = value
-        for name, value in self._updates.changed_options().items():
+        for name, value in self._updates.options().items():
             state[f"{GROUP}{name}"] = value
         if self._products.schedule is not None:
             state[TOKENS] = self._products.schedule.tokens
@@ -230,27 +226,20 @@ class EngineState:
                 "count; remove the phases, or use them from the start of the run"
             )
         kept = {name for name in live if name not in stored and name.startswith(unused)}
-        kept |= self._rates_to_keep(live, stored) | {n for n in live if n.startswith(GROUP)}
-        options = {
-            name: torch.zeros(shape, dtype=dtype)
-            for name, (shape, dtype) in stored.items()
-            if name.startswith(GROUP)
+        options = {name: kind for name, kind in stored.items() if name.startswith(GROUP)}
+        rates, saved = ({n for n in names if _is_rate(n)} for names in (live, options))
+        if rates != saved:
+            if rates:
+                self._warn(
+                    "the state has no %s for the parameter groups and the schedule of this engine: "
+                    "its learning rates stay unchanged",
+                    sorted(rates),
+                )
+            options = {name: kind for name, kind in options.items() if not _is_rate(name)}
+        kept |= {name for name in live if name.startswith(GROUP)}
+        return {name: tensor for name, tensor in live.items() if name not in kept} | {
+            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in options.items()
         }
-        return {name: tensor for name, tensor in live.items() if name not in kept} | options
-
-    def _rates_to_keep(
-        self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
-    ) -> set[str]:
-        """Return the names of learning rates that a state lacks, or has for other parameters."""
-        rates = {name: tensor.shape for name, tensor in live.items() if name.startswith(SCHEDULE)}
-        kept = {name for name, shape in rates.items() if stored.get(name, (None,))[0] != shape}
-        if kept:
-            self._warn(
-                "the state has no %s for the parameter groups and the schedule of this engine: "
-                "its learning rates stay unchanged",
-                sorted(kept),
-            )
-        return kept
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
@@ -282,7 +271,6 @@ class EngineState:
         """
         self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
         self.divergence.load_state_dict(_under("divergence/", live))
-        self._updates.learning_rates.load_state_dict(_under(SCHEDULE, live))
         self._updates.restore_options(_under(GROUP, live))
         restore_numbers(self._updates.optimizer)
         self._updates.tensors.forget_writes()
@@ -297,6 +285,10 @@ class EngineState:
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._is_quiet:
             logger.warning(message, listed(names))
+
+
+def _is_rate(name: str) -> bool:
+    return name.startswith(GROUP) and name.endswith(RATE)
 
 
 def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:

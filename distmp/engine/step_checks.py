@@ -189,8 +189,9 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If the weight is finite and below 0.
     """
-    problem = "is below 0; return the number of samples or tokens in the sum"
-    require(not -math.inf < weight < 0, "weight", weight, problem)
+    if -math.inf < weight < 0:  # not `require`, which is a call in every microbatch
+        problem = "is below 0; return the number of samples or tokens in the sum"
+        raise ConfigError("weight", weight, problem)
 
 
 @contextmanager

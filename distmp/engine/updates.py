@@ -25,6 +25,9 @@ HALF_WAY = (
     "continue from a checkpoint (engine.load)"
 )
 
+# End of the names of learning rates among the options.
+RATE = "/lr"
+
 
 class Updates:
     """Builds an optimizer on the tensors of a strategy, and applies or skips its updates.
@@ -68,7 +71,8 @@ class Updates:
         )
         self.max_applied = 0
         self.is_complete = True
-        self._options = _options(self.optimizer)
+        self._has_schedule = schedule is not None
+        self._first = self._numbers()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -84,25 +88,40 @@ class Updates:
             raise TrainingError(HALF_WAY)
         self.tensors.check(optimizer)
 
-    def changed_options(self) -> dict[str, Tensor]:
-        """Return copies of the numbers in parameter groups that have changed, by `index/key`.
+    def options(self) -> dict[str, Tensor]:
+        """Return copies of the numbers in parameter groups that a state contains, by `index/key`.
 
-        Some optimizers count in their groups. Others are not saved, so that a resumed run can have
-        another configuration; rates are among `learning_rates`.
+        These are the learning rates, unless a schedule sets them, and what has changed, because
+        some optimizers count in their groups. Other numbers are those of the configuration.
         """
-        return {
-            name: number_tensor(value)
-            for name, value in _options(self.optimizer).items()
-            if value != self._options.get(name)
-        }
+        found = self._numbers()
+        options = {name: value for name, value in found.items() if value != self._first.get(name)}
+        if not self._has_schedule:
+            for index, group in enumerate(self.optimizer.param_groups):
+                options[f"{index}{RATE}"] = float(group["lr"])
+        return {name: number_tensor(value) for name, value in options.items()}
 
-    def restore_options(self, changed: Mapping[str, Tensor]) -> None:
-        """Set the numbers in parameter groups from a state, see `changed_options`."""
-        values = self._options | {name: to_number(tensor) for name, tensor in changed.items()}
+    def restore_options(self, saved: Mapping[str, Tensor]) -> None:
+        """Set the numbers in parameter groups to those of a state, see `options`."""
+        values = self._first | {name: to_number(tensor) for name, tensor in saved.items()}
         for name, value in values.items():
             index, _, key = name.partition("/")
-            if int(index) < len(self.optimizer.param_groups):
-                self.optimizer.param_groups[int(index)][key] = value
+            if int(index) >= len(self.optimizer.param_groups):
+                continue
+            group = self.optimizer.param_groups[int(index)]
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the numbers in all groups, except rates, by `index/key`."""
+        return {
+            f"{index}/{key}": value
+            for index, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if key != "lr" and is_number(value)
+        }
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -136,13 +155,3 @@ class Updates:
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)
         return replace(decision, grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
-
-
-def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the numbers and tuples of numbers in all groups, except rates, by `index/key`."""
-    return {
-        f"{index}/{key}": value
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key != "lr" and is_number(value)
-    }

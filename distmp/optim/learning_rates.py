@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -231,26 +231,6 @@ class LearningRates:
     def planned(self, update: int) -> list[float]:
         """Return the rate of each group for an update; empty if the host has not computed it."""
         return self._rows[update] if update < len(self._rows) else []
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the rates besides the number of updates: FP64 copies by name.
-
-        `rates` has the rate of each group, in shape (groups,).
-        """
-        if self._schedule is not None:
-            return {}
-        current = [float(group["lr"]) for group in self._groups]
-        return {"rates": torch.tensor(current, dtype=torch.float64)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the rates of a state; rates that are missing stay unchanged."""
-        if "rates" not in state or self._schedule is not None:
-            return
-        for group, rate in zip(self._groups, state["rates"].tolist(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
 
     def _check_untouched(self) -> None:
         """Refuse rates that were set outside of the schedule since the last step."""

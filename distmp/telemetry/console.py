@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import os
@@ -121,8 +120,6 @@ class Console:
         settings = settings or LogConfig()
         self._every = settings.every
         self._stream = stream or sys.stdout
-        if isinstance(self._stream, io.TextIOWrapper):
-            self._stream.reconfigure(errors="backslashreplace")
         self._quiet = quiet or settings.console == "off"
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._steps = 0
@@ -160,9 +157,10 @@ class Console:
         )
 
     def _print(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
         try:
             # One write per line, so that lines of several processes do not mix in a shared log.
-            self._stream.write(text + "\n")
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
             self._stream.flush()
         except OSError as error:
             discard(self._stream)

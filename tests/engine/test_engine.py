@@ -646,7 +646,7 @@ def test_names_and_types_of_the_state() -> None:
     scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
     bounds = ["divergence/seen", "divergence/values"]
     numbers = [f"engine/{key}" for key in ("counts", "nominal_weight", "seed")]
-    own = [*scale, *bounds, *numbers, "schedule/rates"]
+    own = [*scale, *bounds, *numbers, "group/0/lr"]
     assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
     assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
 

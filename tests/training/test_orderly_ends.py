@@ -193,8 +193,8 @@ class Samples:
 
     def __getitem__(self, index):
         self.read += 1
-        # The fourth step of 8 samples on two ranks, which have read the first sample twice.
-        if self.read == 15 and os.environ.get("RANK", "0") == str(self.target):
+        # The fourth step of 8 samples on two ranks, which have compared 8 samples, read twice.
+        if self.read == 29 and os.environ.get("RANK", "0") == str(self.target):
             with Path("signals").open("a") as file:
                 file.write("sent ")
             os.kill(os.getpid(), self.number)
