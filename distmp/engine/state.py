@@ -226,20 +226,25 @@ class EngineState:
                 "count; remove the phases, or use them from the start of the run"
             )
         kept = {name for name in live if name not in stored and name.startswith(unused)}
+        kept |= {name for name in live if name.startswith(GROUP)}
+        own = {name: tensor for name, tensor in live.items() if name not in kept}
+        return own | self._options_to_load(live, stored)
+
+    def _options_to_load(
+        self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
+    ) -> dict[str, Tensor]:
+        """Return tensors for the numbers of groups; without rates if they are of other groups."""
         options = {name: kind for name, kind in stored.items() if name.startswith(GROUP)}
         rates, saved = ({n for n in names if _is_rate(n)} for names in (live, options))
         if rates != saved:
+            options = {name: kind for name, kind in options.items() if name not in saved}
             if rates:
                 self._warn(
                     "the state has no %s for the parameter groups and the schedule of this engine: "
                     "its learning rates stay unchanged",
                     sorted(rates),
                 )
-            options = {name: kind for name, kind in options.items() if not _is_rate(name)}
-        kept |= {name for name in live if name.startswith(GROUP)}
-        return {name: tensor for name, tensor in live.items() if name not in kept} | {
-            name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in options.items()
-        }
+        return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in options.items()}
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
