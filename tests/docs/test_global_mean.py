@@ -28,7 +28,7 @@ TOKENS = ast.literal_eval(re.findall(r"^TOKENS = (.*)$", LAB, re.MULTILINE)[0])
 
 def example() -> list[Tensor]:
     """Run the example with tensor parallelism; return the weights that it has trained."""
-    (imports,) = re.findall(r"```python\n(.*?)\n\nmodel", PAGE, flags=re.DOTALL)
+    (imports,) = re.findall(r"```python\n(.*?)\n\n\ndef ", PAGE, flags=re.DOTALL)
     (block,) = re.findall(r"```py\n(.*?)```", PAGE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(f"{imports}\n{block}", "global-mean.md", "exec"), names)

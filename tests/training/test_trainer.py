@@ -49,13 +49,13 @@ def eventful_loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor 
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its updates in the state of the parameters."""
+    """Keeps a list in the state of the parameters."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state["step"] = state.get("step", 0) + 1
+                state["steps"] = [*state.get("steps", []), group["lr"]]
         return super().step(closure)
 
 
@@ -64,7 +64,7 @@ def test_optimizer_whose_state_cannot_be_saved_ends_the_first_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*tiny(tmp_path), f"--optim.name={__name__}:CountingSGD"]) == 1
-    assert "CountingSGD keeps 'step' of" in capsys.readouterr().err
+    assert "CountingSGD keeps 'steps' of" in capsys.readouterr().err
     assert len(read_records(tmp_path / "run" / "steps.jsonl")) <= 1
 
 
