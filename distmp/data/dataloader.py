@@ -32,8 +32,9 @@ class DataLoader:
 
     Args:
         dataset: A map-style dataset (`__len__` and `__getitem__`), such as those of torch and
-            Hugging Face, or an iterable one. Every rank passes the same dataset; of an iterable
-            one, every rank reads all samples and keeps its share.
+            Hugging Face, or an iterable one. Every rank passes the same dataset, of which up to 16
+            samples are compared between ranks in each epoch; of an iterable one, every rank reads
+            all samples and keeps its share.
         batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward on one rank. None makes one microbatch
             per rank and step, of `batch_size / ranks` samples.

@@ -79,6 +79,7 @@ def _as_tensor(value: Any) -> Any:
         return value
 
 
+# A sample per step of an epoch is compared between ranks, but at most so many, to take little time.
 _COMPARED_SAMPLES = 16
 
 Batch = dict[str, Tensor]
@@ -206,21 +207,19 @@ def _grouped(
 
 
 def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches, first: int) -> str:
-    """Describe a map-style dataset by its length and some samples, and how steps divide it.
-
-    A sample per step of an epoch, but at most `_COMPARED_SAMPLES`, so that it takes little time.
-    """
+    """Describe the epoch after a position: length, order and content of samples, size of steps."""
     size, batch = sampler.size, sampler.division.global_batch_size
     count = min(_COMPARED_SAMPLES, -(-size // batch))
-    places = [(first + i, (first + i * size // count) % size) for i in range(count)]
+    positions = [first + i * size // count for i in range(count)]
+    places = [(each, *sampler.indices(range(each, each + 1))) for each in positions]
     with generators_kept():
-        once, again = ([seeded.sample(*place) for place in places] for _ in range(2))
-        sums = sample_checksum(once), sample_checksum(again)
+        once, again = (sample_checksum([seeded.sample(*each) for each in places]) for _ in range(2))
     # A dataset may draw from other generators, which are not seeded.
-    content = (
-        "random samples" if sums[0] != sums[1] else f"checksum {sums[0]:08x} of {count} of them"
+    content = "random samples" if once != again else f"checksum {once:08x} of {count} of them"
+    return (
+        f"{size:,} samples in the order {sample_checksum(places):08x}, {content}, in steps of "
+        f"{batch:,}"
     )
-    return f"{size:,} samples, {content}, in steps of {batch:,}"
 
 
 def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> _Steps:

@@ -482,6 +482,10 @@ def test_samples_in_another_order_on_each_rank_are_refused() -> None:
             next(iter(DataLoader(order, 8, 2, shuffle=shuffle)))
     with pytest.raises(ConfigError, match=refused):
         DataLoader(order, 8, 2).once()
+    # The same dataset, which the ranks read in another order.
+    for options in ({"seed": rank}, {"shuffle": bool(rank)}):
+        with pytest.raises(ConfigError, match=refused):
+            next(iter(DataLoader(range(1000), 8, 2, **options)))
     # Shuffled in place between two epochs.
     samples = [*range(64)]
     loader = DataLoader(samples, 8, 2)
