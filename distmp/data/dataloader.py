@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from distmp.data.datasets import check_dataset
 from distmp.data.evaluation import evaluation_batches
@@ -17,6 +17,14 @@ from distmp.errors import ConfigError, brief, require
 
 # The loaders of this process, of which `step_of` finds the one that has yielded a list.
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+
+# What to do in place of arguments of torch's loader.
+_INSTEAD_OF = {
+    "drop_last": "remove it; each step has batch_size samples",
+    "num_workers": "use workers",
+    "pin_memory": "remove it; on GPUs, memory is pinned",
+    "sampler": "remove it; the loader divides the samples over ranks",
+}
 
 
 class DataLoader:
@@ -76,7 +84,11 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool | None = None,
         first_sample: int = 0,
+        **unknown: NoReturn,
     ) -> None:
+        for name in unknown:
+            advice = _INSTEAD_OF.get(name, "see help(distmp.DataLoader)")
+            raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}: {advice}")
         check_dataset(dataset, workers)
         self._world = world_of_process()
         _check_count("batch_size", batch_size)

@@ -338,6 +338,15 @@ def test_batch_that_ranks_cannot_share_is_refused_without_microbatch_size() -> N
         DataLoader(range(20), 9)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("num_workers", "'num_workers': use workers"), ("drop_last", "remove it"), ("x", "see help")],
+)
+def test_argument_of_other_loader_is_one_message(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        DataLoader(range(9), 4, **{name: 1})  # type: ignore[arg-type]
+
+
 def stream_by_node() -> Any:
     from datasets.distributed import split_dataset_by_node
 
