@@ -317,8 +317,10 @@ def _uses_default_loss(model: Any) -> bool:
     GPT2LMHeadModel.
     """
     base = getattr(model, "get_base_model", lambda: model)()
-    is_unknown = getattr(base, "loss_type", "") is None and not base.config.is_encoder_decoder
-    return is_unknown and "self.loss_function(" in inspect.getsource(type(base).forward)
+    if getattr(base, "loss_type", "") is not None:
+        return False
+    is_causal = not getattr(base.config, "is_encoder_decoder", False)
+    return is_causal and "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
 
 
 def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:

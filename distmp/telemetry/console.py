@@ -157,7 +157,7 @@ class Console:
         )
 
     def _print(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             # One write per line, so that lines of several processes do not mix in a shared log.
             self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
