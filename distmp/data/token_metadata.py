@@ -85,8 +85,10 @@ class TokenMetadata:
             metadata = cls(**content)
             if metadata.dtype not in _DTYPES:
                 raise ValueError(f"dtype = {metadata.dtype!r} is not one of {', '.join(_DTYPES)}")
-            if any(Path(name).name != name for name in dict(metadata.files)):
-                raise ValueError(f"files = {metadata.files!r} names files of other directories")
+            for name, count in metadata.files.items():
+                if Path(name).name != name or not isinstance(count, int):
+                    problem = "names files of other directories, or has other than numbers of ids"
+                    raise ValueError(f"files = {metadata.files!r} {problem}")
             return metadata
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot read {file}: {error}; tokenize the data again"

@@ -218,6 +218,7 @@ def test_tokenized_directory_needs_no_other_settings(tmp_path: Path) -> None:
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
         ({"path": "listed"}, "data.path", r"cannot read listed/tokens\.json"),
         ({"path": "outside"}, "data.path", r"names files of other directories"),
+        ({"path": "words"}, "data.path", r"other than numbers of ids"),
     ],
 )
 @pytest.mark.usefixtures("cwd")
@@ -235,6 +236,7 @@ def test_settings_that_contradict_metadata_are_refused(
     Path("odd/tokens.json").write_text("{")
     tokenized(Path("listed"), PARTS, files=[*PARTS])
     tokenized(Path("outside"), PARTS, files={"../data/a.bin": 60})
+    tokenized(Path("words"), PARTS, files={"a.bin": "60"})
     later = Path("later/tokens.json")
     later.write_text(later.read_text().replace('"format": 1', '"format": 2'))
     known: dict[str, Any] = {"source": "tokens", "path": "data", "sequence_length": 8}
