@@ -179,7 +179,8 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
         return loss.reshape(()), weight.reshape(())
     if not isinstance(weight, int | float | np.number):
         raise ConfigError("weight", _describe(weight), f"is not one number; {LOSS_CONTRACT}")
-    check_weight(float(weight))
+    if weight < 0:  # a call less in every microbatch
+        check_weight(float(weight))
     return loss.reshape(()), float(weight)
 
 
@@ -189,9 +190,8 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If the weight is finite and below 0.
     """
-    if -math.inf < weight < 0:  # not `require`, which is a call in every microbatch
-        problem = "is below 0; return the number of samples or tokens in the sum"
-        raise ConfigError("weight", weight, problem)
+    problem = "is below 0; return the number of samples or tokens in the sum"
+    require(not -math.inf < weight < 0, "weight", weight, problem)
 
 
 @contextmanager
