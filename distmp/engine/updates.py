@@ -102,7 +102,10 @@ class Updates:
         return {name: number_tensor(value) for name, value in options.items()}
 
     def restore_options(self, saved: Mapping[str, Tensor]) -> None:
-        """Set the numbers in parameter groups to those of a state, see `options`."""
+        """Set the numbers in parameter groups to those of a state, see `options`.
+
+        Numbers that it lacks had not changed: they get their first value. Rates stay unchanged.
+        """
         values = self._first | {name: to_number(tensor) for name, tensor in saved.items()}
         for name, value in values.items():
             index, _, key = name.partition("/")

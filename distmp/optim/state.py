@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -112,9 +113,8 @@ def is_number(value: object) -> bool:
 
 
 def number_tensor(number: Any) -> Tensor:
-    """Return a number or a tuple of numbers as a tensor, without rounding it to FP32."""
-    tensor = torch.tensor(number)
-    return torch.tensor(number, dtype=torch.float64) if tensor.is_floating_point() else tensor
+    """Return a number or a tuple of numbers as a tensor: FP64, int64 or bool."""
+    return torch.from_numpy(np.asarray(number))
 
 
 def to_number(tensor: Tensor) -> Any:
@@ -247,9 +247,9 @@ def _keys(stored: Iterable[str]) -> dict[str, set[str]]:
 def _check_complete(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], keys: Mapping[str, set[str]]
 ) -> None:
-    """Check that parameters of one group and number of dimensions have the same keys.
+    """Check that parameters have the keys of their group's options, and the same among equals.
 
-    They have to include those of the options of the group.
+    Those of one group and number of dimensions are equals.
     """
     for group in optimizer.param_groups:
         known: dict[int, set[str]] = {}
@@ -258,18 +258,22 @@ def _check_complete(
             own = keys.get(name)
             if own is None:
                 continue
-            for option, key in _OPTION_KEYS.items():
-                if group.get(option) and key not in own:
-                    raise CheckpointError(
-                        f"the state has no {key} of {name}, which {option} = {group[option]} "
-                        "needs; set it as in the saved optimizer, or start with new optimizer state"
-                    )
+            _check_options(group, name, own)
             others = known.setdefault(parameter.dim(), own)
             if own != others:
                 raise CheckpointError(
                     f"the state has {listed(sorted(own))} of {name}, but of others in its group "
                     f"{listed(sorted(others))}; load another checkpoint"
                 )
+
+
+def _check_options(group: Mapping[str, Any], name: str, keys: set[str]) -> None:
+    for option, key in _OPTION_KEYS.items():
+        if group.get(option) and key not in keys:
+            raise CheckpointError(
+                f"the state has no {key} of {name}, which {option} = {group[option]} needs; set it "
+                "as in the saved optimizer, or start with new optimizer state"
+            )
 
 
 def never_updated(

@@ -281,14 +281,15 @@ def test_allowed_changes_are_reported_once(
         schedule={"name": "cosine"},
         resume="auto",
         optim={"lr": 0.02},
-        log={"every": 3},
+        log={"console": "off", "every": 3},
         precision={"policy": "fp16", "loss_scale": {"growth_interval": 100}},
     )
-    Trainer(config, World.current("cpu"), Console(config.log))
+    Trainer(config, World.current("cpu"), Console())
     logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
     assert logged == [
         "changed: precision.policy: fp32 -> fp16",
         "changed: log.every: 10 -> 3",
+        "changed: log.console: plain -> off",
     ]
     warned = [r.getMessage().split(" (")[0] for r in caplog.records if r.name == "distmp"]
     assert warned == [
