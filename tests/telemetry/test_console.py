@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,14 @@ def test_stream_without_unicode_gets_escapes() -> None:
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(LogConfig(), stream=stream).message("größe → 1")
     assert raw.getvalue() == b"gr\\xf6\\xdfe \\u2192 1\n"
+
+
+def test_stream_without_encoding_gets_text() -> None:
+    """A user may have replaced standard output by an object that copies it."""
+    lines: list[str] = []
+    copying: Any = SimpleNamespace(write=lines.append, flush=lambda: None)
+    Console(LogConfig(), stream=copying).message("größe")
+    assert lines == ["größe\n"]
 
 
 def test_pipe_gets_plain_lines_immediately() -> None:
