@@ -132,7 +132,7 @@ def record(
         loop.step()  # creates the state of the optimizer
         if isinstance(loop, loops.Distmp):
             # Sums over fake ranks are wrong: no step is applied, and no parameter counts as used.
-            loop._engine._strategy.used.unused = []
+            loop._engine._setup.strategy.used.unused = []
         with recorder:
             loop.step()
             second = len(recorder.operations)

@@ -66,6 +66,7 @@ from distmp.buckets.layout import (
     SUMMED_DTYPES,
     check_parameters,
     plan_buckets,
+    refuse_changed,
 )
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
@@ -457,8 +458,8 @@ class Fp32GradBuckets:
         Raises:
             ConfigError: Naming the first parameter whose gradient was converted or moved.
         """
-        if (moved := self._total.moved()) is not None:
-            raise ConfigError("model", self._slots[moved].name, MOVED)
+        names, total = (slot.name for slot in self._slots), self._total
+        refuse_changed(names, total.current_addresses(), total.addresses, MOVED)
 
     def end_step(self, skipped: Tensor) -> None:
         """Record whether the optimizer skipped the step; without a call it did not.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +74,19 @@ class BucketLayout:
             flat.as_strided(parameter.shape, _dense_strides(parameter), offset)
             for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
+
+
+def refuse_changed(
+    names: Iterable[str], current: list[int], known: list[int], problem: str
+) -> None:
+    """Refuse a parameter whose number, such as its address, is another one than was known.
+
+    Raises:
+        ConfigError: Naming the first one.
+    """
+    if current != known:
+        changed = itertools.compress(names, map(operator.ne, current, known))
+        raise ConfigError("model", next(changed), problem)
 
 
 def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Parameter]]:

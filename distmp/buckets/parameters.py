@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distmp.buckets.gradients import Fp32GradBuckets
-from distmp.buckets.layout import BucketLayout
+from distmp.buckets.layout import BucketLayout, refuse_changed
 from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError, TrainingError
 from distmp.utils.host_copy import HostCopy
@@ -33,14 +30,6 @@ UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "
     "weights than the optimizer; call it after the change, on every rank"
 )
-
-
-def _refuse_changed(
-    names: Iterable[str], current: list[int], known: list[int], problem: str
-) -> None:
-    if current != known:
-        changed = itertools.compress(names, map(operator.ne, current, known))
-        raise ConfigError("model", next(changed), problem)
 
 
 class OptimizerParameters:
@@ -74,7 +63,7 @@ class OptimizerParameters:
             ConfigError: Naming the first one.
         """
         addresses = list(map(Tensor.data_ptr, self._held.values()))
-        _refuse_changed(self._held, addresses, self._addresses, MOVED)
+        refuse_changed(self._held, addresses, self._addresses, MOVED)
 
     def check_copies(self) -> None:
         """Refuse values of 16-bit copies that were not published, which would be lost.
@@ -82,7 +71,7 @@ class OptimizerParameters:
         Raises:
             ConfigError: Naming the first one.
         """
-        _refuse_changed(
+        refuse_changed(
             self._copies, version_counters(self._copies.values()), self._versions, WRITTEN
         )
         if self._watched is not None:

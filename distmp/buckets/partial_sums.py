@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +23,7 @@ class FlatGradients:
         views: For each parameter of each bucket, its part of the buffer, in its shape.
         updated: For each parameter, the part of the buffer in this rank's shard, 1-dim; without
             shards, its view.
+        addresses: Where each view is in memory.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout], rank: int = 0, shards: int = 1) -> None:
@@ -40,17 +40,11 @@ class FlatGradients:
                 for layout, flat in of_buckets
                 for index, offset in enumerate(layout.offsets)
             ]
-        self._addresses = self._current()
+        self.addresses = self.current_addresses()
 
-    def _current(self) -> list[int]:
+    def current_addresses(self) -> list[int]:
+        """Return where each view is now, which differs from `addresses` once it was moved."""
         return list(map(Tensor.data_ptr, self.views))
-
-    def moved(self) -> int | None:
-        """Return the index of the first view that has left its buffer; None if there is none."""
-        current = self._current()
-        if current == self._addresses:
-            return None
-        return list(map(operator.eq, current, self._addresses)).index(False)
 
 
 class PartialSums:

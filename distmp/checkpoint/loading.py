@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.storage import INDEX_FILE, all_or_checkpoint_error, named_step
-from distmp.distributed.failing_together import Ranks, describe
+from distmp.distributed.failing_together import Failure, Ranks, describe
 from distmp.errors import LISTED, CheckpointError
 from distmp.utils.files import read_regular
 from distmp.utils.flat_shard import global_shape
@@ -169,21 +169,19 @@ class StoredCheckpoint:
                 format than this version reads.
         """
         ranks = Ranks(None)
-        problem, crc32 = None, None
-        try:
-            crc32 = self._verify_share(ranks)
-        except Exception as error:  # noqa: BLE001  (raised below, on all ranks together)
-            problem = describe(error)
-        results = ranks.gather((problem, crc32))
-        problems = sorted({problem for problem, _ in results if problem is not None})
-        if problems:
-            raise CheckpointError(f"{self.path} cannot be used: {'; '.join(problems)}")
-        if any(other != crc32 for _, other in results):
+        crc32 = ranks.all_or_none(
+            lambda: self._verify_share(ranks), catch=Exception, error=self._unusable
+        )
+        if any(other != crc32 for other in ranks.gather(crc32)):
             raise CheckpointError(
                 f"{self.path} is not the same on all ranks (all hosts must read the same, shared "
                 "storage)"
             )
         self._verified = True
+
+    def _unusable(self, failures: dict[int, Failure], _: int) -> CheckpointError:
+        problems = sorted({failure.message for failure in failures.values()})
+        return CheckpointError(f"{self.path} cannot be used: {'; '.join(problems)}")
 
     def load(self, tensors: dict[str, Tensor]) -> list[str]:
         """Copy the stored values into `tensors`, in place. Collective over all ranks.

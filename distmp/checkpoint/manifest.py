@@ -4,7 +4,7 @@ It is written last, so a checkpoint that has one is complete. Its own checksum c
 and not its bytes: JSON with sorted keys and no spaces, without the checksum.
 
 CRC-32 detects damage by disks, copies and crashes. It takes half the time of SHA-256 on a processor
-with instructions for the latter. It does not protect against an attacker; `stored` makes sure that
+with instructions for the latter. It does not protect against an attacker; `loading` makes sure that
 a forged checkpoint runs no code.
 """
 

@@ -56,7 +56,7 @@ def evaluation_batches(
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
-        groups = _grouped(_seeded(islice(dataset, samples)), microbatch_size)
+        groups = _grouped(islice(_seeded(dataset), samples), microbatch_size)
         yield from _own(groups, world, combine, compared=True)
         return
     size = len(dataset)
@@ -68,8 +68,11 @@ def evaluation_batches(
     yield from _own(groups, world, seeded.__getitems__)
 
 
-def _seeded(stream: Iterator[Any]) -> Iterator[Any]:
+def _seeded(dataset: Any) -> Iterator[Any]:
     """Yield the samples of a stream; what it draws depends on their position alone."""
+    with generators_kept():
+        seed_generators("pass 0 0")
+        stream = iter(dataset)
     for position in count():
         with generators_kept():
             seed_generators(f"sample 0 {position}")

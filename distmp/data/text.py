@@ -54,8 +54,8 @@ def list_text_files(
         setting: Name of the setting that holds the directory, for error messages.
 
     Raises:
-        ConfigError: If the directory does not exist or is a file, a file in it cannot be read, or
-            no file matches or has content.
+        ConfigError: If the directory does not exist or is a file, a file in it cannot be read, no
+            file matches or has content, or the pattern is invalid.
     """
     error = partial(ConfigError, setting, str(directory))
     tokenize = _TOKENIZE.format(setting)
@@ -66,7 +66,10 @@ def list_text_files(
             "is not a directory; name a directory of text files, or make token ids of the file: "
             f"{tokenize}"
         )
-    matches = re.compile(_regular_expression(pattern)).fullmatch
+    try:
+        matches = re.compile(_regular_expression(pattern)).fullmatch
+    except re.error as problem:
+        raise ConfigError("data.pattern", pattern, f"is not a pattern ({problem})") from problem
     names = sorted(
         name for name in visible_files(directory, setting, skipped_directories) if matches(name)
     )
@@ -104,7 +107,8 @@ def _regular_expression(pattern: str) -> str:
     def translate(match: re.Match[str]) -> str:
         token = match.group()
         if token.startswith("[") and len(token) > 1:
-            return "[^" + token[2:] if token.startswith("[!") else token
+            negates = token.startswith("[!") and len(token) > len("[!]")
+            return ("[^" + token[2:] if negates else token).replace("\\", "\\\\")
         return tokens.get(token) or re.escape(token)
 
     return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)

@@ -85,6 +85,9 @@ class TokenMetadata:
             metadata = cls(**content)
             if metadata.dtype not in _DTYPES:
                 raise ValueError(f"dtype = {metadata.dtype!r} is not one of {', '.join(_DTYPES)}")
+            size = metadata.vocabulary_size
+            if type(size) is not int or size < 1:
+                raise ValueError(f"vocabulary_size = {size!r} is not a number of ids")
             for name, count in metadata.files.items():
                 if Path(name).name != name or not isinstance(count, int):
                     problem = "names files of other directories, or has other than numbers of ids"

@@ -61,14 +61,10 @@ class ExponentHistogram:
 
     def __init__(self, counts: Tensor) -> None:
         self._rows: list[list[int]] = counts.tolist()
+        self._rows[0][0] = 0  # zeros do not count
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
         return ExponentHistogram(torch.tensor(self._rows) + torch.tensor(other._rows))
-
-    @property
-    def values(self) -> int:
-        """Number of values."""
-        return sum(map(sum, self._rows))
 
     @property
     def infinite(self) -> int:
@@ -86,7 +82,7 @@ class ExponentHistogram:
 
         All subnormal FP32 numbers are counted at -127.
         """
-        counts = {row - BIAS: sum(self._row(row)) for row in range(SPECIAL)}
+        counts = {row - BIAS: sum(self._rows[row]) for row in range(SPECIAL)}
         return {exponent: count for exponent, count in counts.items() if count}
 
     def shares(self, scale_exponent: int) -> Shares:
@@ -99,7 +95,7 @@ class ExponentHistogram:
         """
         counted = {"zero": 0, "subnormal": 0, "infinite": 0, "normal": 0}
         for row in range(SPECIAL):
-            for fraction_class, count in enumerate(self._row(row)):
+            for fraction_class, count in enumerate(self._rows[row]):
                 counted[_rounded_kind(row, fraction_class, scale_exponent)] += count
         total = max(1, sum(counted.values()))
         return Shares(*(counted[name] / total for name in Shares._fields))
@@ -113,7 +109,7 @@ class ExponentHistogram:
         occupied = [
             (row, fraction_class)
             for row in range(SPECIAL)
-            for fraction_class, count in enumerate(self._row(row))
+            for fraction_class, count in enumerate(self._rows[row])
             if count
         ]
         if not occupied:
@@ -123,10 +119,6 @@ class ExponentHistogram:
         highest = LARGEST - overflows_early - (largest - BIAS) - margin_exponent
         useful = max(0, SMALLEST_NORMAL - (occupied[0][0] - BIAS))
         return math.ldexp(1.0, min(highest, useful, MOST_SCALE_EXPONENT))
-
-    def _row(self, row: int) -> list[int]:
-        """Return the counts of one exponent, not counting zeros."""
-        return [0, *self._rows[0][1:]] if row == 0 else self._rows[row]
 
 
 def count_exponents(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ default ones of torch, numpy and Python, or if batches were written to after the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -357,16 +357,10 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
     return _largest_finite(gradients)
 
 
-@contextmanager
-def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> Iterator[None]:
-    """Set the formats of low-precision matmuls to those of a step, and restore them afterwards."""
-    layers = strategy.low_precision_layers
-    if layers is None:
-        yield
-        return
-    current = layers.formats
-    layers.set_formats(formats)
-    try:
-        yield
-    finally:
-        layers.set_formats(current)
+def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> ExitStack:
+    """Set the formats of low-precision matmuls to those of a step; the context restores them."""
+    restored, layers = ExitStack(), strategy.low_precision_layers
+    if layers is not None:
+        restored.callback(layers.set_formats, layers.formats)
+        layers.set_formats(formats)
+    return restored

@@ -12,7 +12,7 @@ from torch import Tensor
 from distmp.distributed.comparison import check_same
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
-from distmp.errors import TrainingError, require
+from distmp.errors import TrainingError, listed, require
 from distmp.utils.dtypes import local_values
 from distmp.utils.flat_shard import FlatShard
 
@@ -75,8 +75,8 @@ class WeightAverage:
         self._is_updated = True
         share = self._share()
         for name, weights in self._engine.weights().items():
-            average = local(self.values[name])
-            average.lerp_(local(weights).to(average.dtype), share.to(average.device))
+            average = local_values(self.values[name])
+            average.lerp_(local_values(weights).to(average.dtype), share.to(average.device))
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -85,11 +85,15 @@ class WeightAverage:
         Parameters that are missing keep their average.
 
         Raises:
+            ConfigError: If a name is not that of a trained parameter.
             TrainingError: Inside of `as_weights`.
         """
         self._check_not_exchanged("average.load()")
+        unknown = listed(sorted(values.keys() - self.values.keys()))
+        problem = "is not the name of a trained parameter; use the names of engine.weights()"
+        require(not unknown, "values", unknown, problem)
         for name in self.values.keys() & values.keys():
-            local(self.values[name]).copy_(local(values[name]))
+            local_values(self.values[name]).copy_(local_values(values[name]))
         self._begin()
 
     @torch.no_grad()
@@ -102,7 +106,7 @@ class WeightAverage:
         self._check_not_exchanged("average.restart()")
         for name, weights in self._engine.weights().items():
             if name in self.values:
-                local(self.values[name]).copy_(local(weights))
+                local_values(self.values[name]).copy_(local_values(weights))
             else:
                 self.values[name] = _copy(weights)
         self._begin()
@@ -186,7 +190,7 @@ class WeightAverage:
             kept: Weights in 16 bits, which cannot hold the average, while they are replaced.
         """
         for name, weights in self._engine.weights().items():
-            live, average = local(weights), local(self.values[name])
+            live, average = local_values(weights), local_values(self.values[name])
             before = live.clone()
             if name in kept:
                 live.copy_(kept.pop(name))
@@ -199,17 +203,10 @@ class WeightAverage:
         self._engine.publish_weights()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, as a plain tensor of the same memory."""
-    if isinstance(tensor, FlatShard):
-        return tensor.as_subclass(Tensor)
-    return local_values(tensor)
-
-
 @torch.no_grad()
 def _copy(tensor: Tensor) -> Tensor:
     """Return an FP32 copy with the same sharding."""
     if isinstance(tensor, FlatShard):
-        values = local(tensor).to(torch.float32, copy=True)
+        values = local_values(tensor).to(torch.float32, copy=True)
         return FlatShard.of(values, tensor.global_shape, tensor.start)
     return tensor.detach().to(torch.float32, copy=True)

@@ -70,22 +70,20 @@ class DivergenceGuard:
             self._threshold = torch.tensor(config.threshold, dtype=torch.float64, device=device)
             self._indices = torch.arange(WINDOW, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
-        self._infinite = torch.full((2,), math.inf, dtype=torch.float64, device=device)
-        self._limits = self._infinite
 
     def check(self, decision: StepDecision) -> SpikeCheck:
         """Check a step before its update; the host does not wait."""
         config = self.config
         if config is None:
             return SpikeCheck(False, None, math.inf, math.inf)
-        spike = self._never
+        spike, limits = self._never, self._find_limits(config)
         if config.on_spike != "ignore":
             values, usable = _comparable(decision)
-            spike = (values > self._limits).any() & usable
+            spike = (values > limits).any() & usable
         skip = spike if config.on_spike == "skip" else self._never
-        if config.on_nonfinite_loss == "skip":
+        if not config.rolls_back:
             skip = skip | ~decision.loss.isfinite()
-        return SpikeCheck(spike, skip, self._limits[0], self._limits[1].exp())
+        return SpikeCheck(spike, skip, limits[0], limits[1].exp())
 
     def remember(self, decision: StepDecision) -> None:
         """Add a step to the window that the limits are computed from."""
@@ -96,7 +94,6 @@ class DivergenceGuard:
         # In place: `state_dict` returns these tensors, and a checkpoint is loaded into them.
         self._values.copy_(torch.where(usable, shifted, self._values))
         self._seen += usable
-        self._limits = self._find_limits(self.config)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state: names and shapes do not depend on the configuration."""
@@ -106,7 +103,6 @@ class DivergenceGuard:
         """Load a state with the names of `state_dict`."""
         self._values.copy_(state["values"])
         self._seen.copy_(state["seen"])
-        self._limits = self._infinite if self.config is None else self._find_limits(self.config)
 
     def _find_limits(self, config: DivergenceConfig) -> Tensor:
         """Return the limits of the loss and of the logarithm of the norm, FP64 of shape (2,)."""

@@ -18,7 +18,7 @@ from distmp.engine import step_checks
 from distmp.engine.completed_steps import CompletedSteps
 from distmp.engine.divergence_guard import DivergenceGuard
 from distmp.engine.engine_config import EngineConfig, EngineSettings, check_max_norm, with_settings
-from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate
+from distmp.engine.evaluation import Evaluation, MetricFunction, evaluate, gather_rows
 from distmp.engine.likely_mistakes import EvaluationMode, FirstStep, OtherOptimizer
 from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.outcome import StepOutcome
@@ -32,7 +32,6 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel.reproducible import check_power_of_two
-from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
@@ -191,11 +190,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model inside `module`, with the parameter names of the user's model."""
-        return self._strategy.module
-
-    @property
-    def _strategy(self) -> Strategy:
-        return self._setup.strategy
+        return self._setup.strategy.module
 
     @property
     def host_waits(self) -> bool:
@@ -309,7 +304,7 @@ class Engine:
         if self.config.reproducible:
             check_power_of_two(len(batches))
         self._setup.updates.check(self.optimizer)
-        self._strategy.check_model()
+        self._setup.strategy.check_model()
         self.low_precision_matmuls.check_unchanged()
         return batches
 
@@ -352,7 +347,6 @@ class Engine:
             self._completed.log_skip(outcome)
         self._completed.check_can_continue(outcome)
 
-    @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Any]) -> float:
         """Return the mean loss over the microbatches of all ranks; every rank has to call it.
 
@@ -415,8 +409,6 @@ class Engine:
             ConfigError: On all ranks, if structure, dtypes or row shapes differ between ranks, or
                 `samples` does not fit `values`.
         """
-        from distmp.engine.evaluation import gather_rows
-
         with self._calls.call("gather"):
             return gather_rows(values, samples, self.world)
 
@@ -456,7 +448,7 @@ class Engine:
         Ranks may have written to weights that are not sharded a different number of times, as after
         a broadcast, if the values are the same on all ranks now.
         """
-        self._strategy.publish_weights()
+        self._setup.strategy.publish_weights()
         self._other_optimizer.accept_writes()
         if self.world.world_size > 1 and not self._setup.is_sharded:
             with self._calls.call("publish_weights"):
@@ -634,7 +626,7 @@ class Engine:
         gradients" and "partial sums of microbatches". A tensor may occur under several keys: FP32
         parameters are their own master weights.
         """
-        strategy = self._strategy
+        strategy = self._setup.strategy
         state = pytree.tree_leaves([*self.optimizer.state.values()])
         return {
             "master weights": [tensor for _, tensor in strategy.optimizer_parameters()],

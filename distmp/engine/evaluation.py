@@ -218,6 +218,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 T = TypeVar("T")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE_NUMBERS = (*_INTEGERS.values(), torch.int8)
 
 
 def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
@@ -229,7 +230,8 @@ def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
     own: list[Tensor] = []
     if problem is None:
         described = {"structure of values": str(structure)}
-        described |= {f"tensor {i} of values": _described(t) for i, t in enumerate(tensors)}
+        names = [f"tensor {index} of values" for index in range(len(leaves))] + ["samples"]
+        described |= dict(zip(names, map(_described, tensors), strict=False))
         own = [_as_integers(tensor) for tensor in tensors]
     by_rank = world.ranks.gather((problem, described, own))
     for rank, (found, _, _) in enumerate(by_rank):
@@ -257,7 +259,7 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             return "values", kind, "is not a tensor; gather tensors with a row for each sample"
-    if has_samples and (tensors[-1].dim() != 1 or tensors[-1].is_floating_point()):
+    if has_samples and (tensors[-1].dim() != 1 or tensors[-1].dtype not in _SAMPLE_NUMBERS):
         text = f"{tuple(tensors[-1].shape)} and {dtype_name(tensors[-1].dtype)}"
         return "samples", text, "must be integers of shape (rows,), the indices of the samples"
     counts = sorted({len(torch.atleast_1d(tensor)) for tensor in tensors})

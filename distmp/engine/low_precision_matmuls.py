@@ -30,8 +30,7 @@ class MatmulStatistics:
 
     def __init__(self, layers: list[str], sums: Tensor, largest: Tensor) -> None:
         self.layers = layers
-        self._shape = (len(layers), sums.shape[1], 4)
-        self._copy = HostCopy(torch.cat([largest[..., None], sums], 2).flatten())
+        self._copy = HostCopy(torch.cat([largest[..., None], sums], 2))
 
     def read(self) -> Tensor:
         """Wait for the step and return FP64 [layers, 5, 4] on the host.
@@ -39,7 +38,7 @@ class MatmulStatistics:
         The second dimension is that of `distmp.quantization.linear.OPERANDS`, the third that of
         `distmp.quantization.operands.STATISTICS`.
         """
-        return torch.tensor(self._copy.read(), dtype=torch.float64).view(self._shape)
+        return self._copy.tensor()
 
 
 class LowPrecisionMatmuls:

@@ -163,9 +163,11 @@ def advice(numbers: StepNumbers) -> str:
             f"{describe_spike(numbers)}; lower the learning rate, or raise the threshold of "
             "divergence if such steps are normal in this run"
         )
+    scales = numbers.loss_scale != 1 or numbers.scale_exhausted
+    remedy = "use a bf16 policy or a lower min_scale" if scales else "check batch and loss function"
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss was rising, "
-        "lower the learning rate; otherwise use a bf16 policy or a lower min_scale"
+        f"lower the learning rate; otherwise {remedy}"
     )
 
 

@@ -53,11 +53,6 @@ class DivergenceConfig:
         """Whether a spike causes a rollback."""
         return self.on_spike == "rollback"
 
-    @property
-    def on_nonfinite_loss(self) -> str:
-        """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
-        return "rollback" if self.rolls_back else "skip"
-
 
 @dataclass(frozen=True)
 class RankConsistencyConfig:

@@ -71,8 +71,8 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
         ConfigError: With the value received.
     """
     refuse_one_batch(microbatches, LIST_ADVICE)
-    if not isinstance(count, int | None):
-        raise ConfigError("count", count, "use an integer, the number of microbatches")
+    valid = count is None or (type(count) is int and count >= 1)
+    require(valid, "count", count, "use an integer of 1 or more, the number of microbatches")
     # The iterator of torch's loader has the length of the loader, so check the type.
     if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
         raise ConfigError(

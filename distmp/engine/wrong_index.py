@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import environ
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _SIGNS = re.compile(
     r"index -?\d+ is out of bounds"
 )
 _INTEGERS = (torch.int32, torch.int64)
+# Not "/torch/": an environment or a directory of the user's may have this name.
+_TORCH = str(Path(torch.__file__).parent)
 # The step that fails was launched last, or before that.
 _STEPS_KEPT = 2
 
@@ -77,7 +80,7 @@ class LatestBatches:
         # Without this variable, the host fails at a later line.
         is_exact = not on_gpu or environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         frames = traceback.extract_tb(error.__traceback__)
-        frame = [one for one in frames if "/torch/" not in one.filename][-1]
+        frame = [one for one in frames if not one.filename.startswith(_TORCH)][-1]
         steps = [*self._steps] if on_gpu else [*self._steps][-1:]
         rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
         numbers = listed([*map(str, sorted(rows))])

@@ -65,7 +65,8 @@ class EngineWeights:
         for name in names:
             full = gathered(self._state[name])
             if self._keep:
-                tensors[name] = full.detach().to("cpu")
+                # Not the memory that the next step writes to.
+                tensors[name] = full.detach().to("cpu", copy=True)
         return tensors
 
 
@@ -136,8 +137,4 @@ def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
     trained = engine.updated_by_optimizer()
     state = {name: tensor for name, tensor in engine.state_dict().items() if name in trained}
     weights = EngineWeights(state, keep=engine.world.rank == 0)
-    return {
-        name: value.clone()  # not the memory that the next step writes to
-        for wanted in weights.specs
-        for name, value in weights.read([wanted]).items()
-    }
+    return weights.read(weights.specs)

@@ -74,15 +74,6 @@ def read_shards(state: State, built: BuiltModel, weights: StoredWeights) -> None
     _load(targets, weights, built.dimensions)
 
 
-def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
-    """Return why stored weights do not fit a model, a phrase for each reason.
-
-    Raises:
-        ConfigError: If they cannot be read.
-    """
-    return _compare(model.state_dict(keep_vars=True), weights, _dimensions(model))
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """Weights in safetensors.
@@ -244,7 +235,7 @@ def load_model(directory: str | Path) -> nn.Module:
 
 @torch.no_grad()
 def _load(state: State, weights: StoredWeights, config: TransformerConfig | None) -> None:
-    if problems := _compare(state, weights, config):
+    if problems := [*misfits(state, weights), *_other_dimensions(config, weights.path)]:
         raise weights.error(f"does not fit the model: {'; '.join(problems)}")
     for opened, names in weights.files():
         for name in state.keys() & names:
@@ -252,19 +243,16 @@ def _load(state: State, weights: StoredWeights, config: TransformerConfig | None
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 
 
-def _compare(state: State, weights: StoredWeights, config: TransformerConfig | None) -> list[str]:
-    """Return why stored weights do not fit the state of a model, a phrase for each reason."""
-    path = weights.path
-    described = read(path) if (path / CONFIG_FILE).is_file() else {}
-    return [*_misfits(state, weights), *_other_dimensions(config, described)]
-
-
 def _dimensions(model: nn.Module) -> TransformerConfig | None:
     return model.config if isinstance(model, Transformer) else None
 
 
-def _misfits(state: State, weights: StoredWeights) -> Iterator[str]:
-    """Yield a phrase for each kind of misfit."""
+def misfits(state: State, weights: StoredWeights) -> Iterator[str]:
+    """Yield why stored weights do not fit the state of a model, a phrase for each reason.
+
+    Raises:
+        ConfigError: If they cannot be read.
+    """
     stored = weights.shapes()
     # A tied weight has several names and needs one of them.
     filled: dict[int, list[str]] = {}
@@ -286,11 +274,12 @@ def _misfits(state: State, weights: StoredWeights) -> Iterator[str]:
             yield f"different values of a tied weight: {listed(names)}"
 
 
-def _other_dimensions(
-    config: TransformerConfig | None, described: Mapping[str, Any]
-) -> Iterator[str]:
+def _other_dimensions(config: TransformerConfig | None, path: Path) -> Iterator[str]:
     """Yield dimensions that differ but do not change shapes, such as the number of heads."""
-    if config is None or described.get("model_type") != TRANSFORMER:
+    if config is None or not (path / CONFIG_FILE).is_file():
+        return
+    described = read(path)
+    if described.get("model_type") != TRANSFORMER:
         return
     own = asdict(config)
     for name, value in described.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from distmp.distributed.rank_monitor import RankStatus
-from distmp.errors import rank_names
+from distmp.errors import rank_names, ranks_by_value
 
 # Number of ranks whose stack is shown.
 MAX_SHOWN = 4
@@ -178,20 +178,19 @@ def _silent(rank: int, process: SilentRank, world_size: int) -> str:
 
 def _waiting(waiting: Answers) -> list[str]:
     """Return a line for each place, with the ranks that wait there."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for rank, answer in waiting.items():
-        named = answer.waits_in and not answer.waits_in.startswith("work.wait")
-        started = (
-            f", last started {answer.last_started}" if answer.last_started and not named else ""
-        )
-        groups.setdefault((_place(answer), started, answer.doing), []).append(rank)
-    lines = []
-    for (place, started, doing), ranks in groups.items():
-        verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(
-            f"  {' '.join(filter(None, (rank_names(ranks), verb, place)))}{started}: {doing}"
-        )
-    return lines
+    by_place = ranks_by_value({rank: _waits(answer) for rank, answer in waiting.items()})
+    return [
+        f"  {rank_names(ranks)} {'waits' if len(ranks) == 1 else 'wait'}{where}"
+        for where, ranks in by_place.items()
+    ]
+
+
+def _waits(answer: RankStatus) -> str:
+    """Return where a rank waits, and what it does."""
+    place = _place(answer)
+    named = answer.waits_in and not answer.waits_in.startswith("work.wait")
+    started = f", last started {answer.last_started}" if answer.last_started and not named else ""
+    return f"{' ' if place else ''}{place}{started}: {answer.doing}"
 
 
 def _oldest(pending: PendingByRank) -> dict[tuple[str, int, str], list[int]]:

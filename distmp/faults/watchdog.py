@@ -47,7 +47,7 @@ ANSWER_INTERVALS = 4
 PENDING_INTERVALS = 10
 # Time for the main thread to end by itself after the run has failed on another rank.
 GRACE_SECONDS = 3.0
-# If the thread did not run for this many intervals, the process was stopped.
+# If the thread did not run for this many intervals, and seconds, the process was stopped.
 PAUSE_INTERVALS = 5
 # Number of bytes that a process must read or write between two heartbeats to count as progress.
 TRANSFER_BYTES = 1 << 16
@@ -358,6 +358,8 @@ class Watchdog(RankMonitor):
             state: str = psutil.Process(pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
+        if state == psutil.STATUS_TRACING_STOP:  # by a debugger
+            state = "stopped"
         if state not in ("gone", "stopped"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)

@@ -284,7 +284,6 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     and skips on the device.
     """
 
-    _found_inf: Tensor | None = None
     _watched: GradientVersions | None = None
 
     def watch_gradients(self) -> None:
@@ -301,13 +300,11 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 type(self.optimizer).__name__,
             )
         super().step(closure)
-        if self.gradient_state.sync_gradients:
-            self._found_inf = self.scaler._latest_found_inf
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped, the same on all ranks. Waits for the device."""
-        return self._found_inf is not None and bool(self._found_inf.item())
+        return self.scaler.was_skipped(self.optimizer)
 
 
 def _resolve(requested: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.reduced_flags import CheckedOptimizer, ReducedFlags
 from distmp.scaling.settings import LossScaleConfig
 
 
@@ -31,6 +32,8 @@ class DeferredGradScaler(DistributedGradScaler):
         self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
     ) -> None:
         self._due = False
+        # Whether the latest step of each optimizer was skipped: above 0, 0-dim on the device.
+        self._found_inf: dict[torch.optim.Optimizer, Tensor] = {}
         numbers = asdict(rules)
         super().__init__(
             device,
@@ -56,6 +59,10 @@ class DeferredGradScaler(DistributedGradScaler):
         """Decide now; return whether all ranks will skip the step. Waits for the device."""
         return bool(self._decide_for(optimizer).item())
 
+    def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether all ranks skipped the latest step. Waits for the device."""
+        return optimizer in self._found_inf and bool(self._found_inf[optimizer].item())
+
     def get_scale(self) -> float:
         """Finish the last iteration, and return the scale."""
         self._finish_iteration()
@@ -70,6 +77,13 @@ class DeferredGradScaler(DistributedGradScaler):
         """Finish the last iteration, and load a state."""
         self._finish_iteration()
         super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_found_inf": {}}
+
+    def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
+        super()._apply_decision(members, total)
+        self._found_inf.update((member.optimizer, total.found_inf) for member in members)
 
     def _finish_iteration(self) -> None:
         if self._due:

@@ -215,6 +215,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
     """
 
     precision: str
+    _package: str
 
     def __new__(cls, *_: Any, package: str | None = None, **__: Any) -> MixedPrecision:
         """Create an instance of a subclass that is a `Precision` of the package in use.
@@ -222,8 +223,9 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         The Trainer stores the state in its checkpoints under the name of the class;
         "MixedPrecision" is that of Lightning's own plugin, so its checkpoints can be resumed.
         """
-        module = importlib.import_module(f"{package or _package_in_use()}.plugins.precision")
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        package = package or _package_in_use()
+        module = importlib.import_module(f"{package}.plugins.precision")
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_package": package}
         bound: type[MixedPrecision] = type(cls.__name__, (cls, module.Precision), names)
         return object.__new__(bound)
 
@@ -263,7 +265,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the subclass, for launchers that start processes."""
-        return _restored, (vars(self),)
+        return _restored, (type(self).__bases__[0], self._package, vars(self))
 
     def register(self, *optimizers: Optimizer) -> None:
         """Make optimizers of one backward apply or skip together; see `DistributedGradScaler`.
@@ -523,21 +525,21 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
 
 
-def _restored(state: dict[str, Any]) -> MixedPrecision:
-    plugin = MixedPrecision.__new__(MixedPrecision)
+def _restored(cls: type[MixedPrecision], package: str, state: dict[str, Any]) -> MixedPrecision:
+    plugin = cls.__new__(cls, package=package)
     plugin.__dict__.update(state)
     return plugin
 
 
-def _follow(scheduler: Any, scaler: DistributedGradScaler) -> None:
-    """Make `scheduler.step` do nothing after a skipped step.
+def _follow(scheduler: Any, scaler: DeferredGradScaler) -> None:
+    """Make `scheduler.step` do nothing after a skipped step of its optimizer.
 
     The class changes and not the object, because a scheduler stores its attributes in checkpoints.
     """
     original = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not scaler.step_skipped:
+        if not scaler.was_skipped(self.optimizer):
             original.step(self, *args, **kwargs)
 
     names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}

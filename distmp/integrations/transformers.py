@@ -141,7 +141,7 @@ class TrainerMixin(_TrainerBase):
         Transformers would not update the weights, and would add these gradients to those of the
         next epoch.
         """
-        if self._normalizes_itself:
+        if self.loss_is_scaled_for_ga:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is self._ended_iterator:  # Transformers calls this until `max_steps`
             return [], None
@@ -176,7 +176,7 @@ class TrainerMixin(_TrainerBase):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Run forward and backward of a microbatch; return its share of the mean loss."""
-        if self._normalizes_itself:
+        if self.loss_is_scaled_for_ga:
             with mock.patch.object(self.accelerator, "loss_weight", 1.0):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             self._report_non_finite(loss)
@@ -212,10 +212,6 @@ class TrainerMixin(_TrainerBase):
         """Save the scaler's state, except without a loss scale: Transformers could not load it."""
         if self.policy.loss_scale is not None:
             super()._save_scaler(output_dir)
-
-    @property
-    def _normalizes_itself(self) -> bool:
-        return bool(self.loss_is_scaled_for_ga)
 
     def _weights(self, counts: Tensor, total: int) -> Tensor:
         """Return the weights of microbatches: their share of all labels, times the number of ranks.

@@ -153,6 +153,8 @@ def _launch_on_hosts(
     from distmp.launcher.hosts import plan_hosts, read_hosts, run_on_hosts
     from distmp.launcher.torchrun import read
 
+    problem = "has no effect with --hosts, which names the machines; leave it out"
+    require(own.environment is None, "--environment", own.environment, problem)
     hosts = read_hosts(own.hosts)
     plan = plan_hosts(
         hosts,

@@ -233,8 +233,8 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     """Log which rank failed first and return its exit code."""
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     code = failure.exitcode
-    if code > 128:
-        log(f"rank {rank} was stopped by {_signal_name(code - 128)}")
+    if code - 128 in {*signal.Signals}:
+        log(f"rank {rank} was stopped by {signal.Signals(code - 128).name}")
         return code
     if code == LOST_PEER_EXIT_CODE:
         log(f"rank {rank} ended because another rank was lost; see the output of that rank")

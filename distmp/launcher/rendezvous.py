@@ -18,15 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from distmp.distributed import limits
 from distmp.errors import DistmpError
-from distmp.launcher.network import join_port
 from distmp.launcher.orderly_stop import running_ranks
 from distmp.launcher.plan import Endpoint, log
 
@@ -151,8 +149,7 @@ class LaunchError(DistmpError, RuntimeError):
     """The machines of a run could not connect, or have lost their connection."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A machine that has joined the rendezvous."""
 
     name: str
@@ -178,8 +175,7 @@ class Rendezvous:
         # Heartbeats of each launcher, and when their number was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
-        entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        store.set(f"{limits.ROSTER}/{self._number}", entry)
+        store.set(f"{limits.ROSTER}/{self._number}", json.dumps(self.this))
 
     @classmethod
     def open(cls, endpoint: Endpoint) -> Rendezvous:
@@ -410,7 +406,7 @@ def _unreachable(endpoint: Endpoint, problem: OSError) -> str:
         )
     where = _head(endpoint).removeprefix("the ")
     return (
-        f"{where} was not reached at {join_port(endpoint.address, endpoint.port)} within "
+        f"{where} was not reached at {endpoint} within "
         f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem}): {check}"
     )
 

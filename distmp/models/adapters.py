@@ -45,7 +45,6 @@ KNOWN = (
     "use_rslora",
     "init_lora_weights",
 )
-_INITIALIZATIONS = (True, "gaussian")
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
@@ -58,7 +57,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         require(name in KNOWN, f"{SETTING}.{name}", value, nearest(str(name), KNOWN))
     initialization = values.get("init_lora_weights", True)
-    valid = initialization in _INITIALIZATIONS
+    valid = initialization is True or initialization == "gaussian"
     require(valid, f"{SETTING}.init_lora_weights", initialization, "use true or 'gaussian'")
     # peft accepts values under which adapters train nothing.
     pattern = values.get("alpha_pattern")

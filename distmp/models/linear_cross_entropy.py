@@ -173,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
             if gradient is not None:
-                gradient *= scale.to(gradient.dtype)
+                gradient *= scale.reshape(1)  # of 1 dimension: 16 bits do not round it
         return (*gradients, None, None, None, None)
 
 

@@ -54,7 +54,8 @@ def model_inputs(
         IGNORED.
 
     Raises:
-        ConfigError: If there are neither labels nor a mask, or padding where the model sees it.
+        ConfigError: If there are neither labels nor a mask, padding where the model sees it, or
+            "position_ids" that it does not take.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     options: dict[str, Tensor] = {}
@@ -63,6 +64,8 @@ def model_inputs(
     elif mask is not None:
         _check_padding(mask)
     if "position_ids" in batch:
+        problem = "has 'position_ids', which the model's forward does not take; leave them out"
+        require("position_ids" in arguments, "batch", [*batch], problem)
         options["position_ids"] = batch["position_ids"]
     return ids, F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED), options
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.precision.stochastic import indices, parameter_id, random_bits, round_with_bits
 from distmp.utils.dtypes import is_dtensor, local_values
 from distmp.utils.flat_shard import FlatShard
@@ -111,10 +111,16 @@ class AdamW(torch.optim.AdamW):
 
         Args:
             closure: Computes the loss again; optional, as in torch.
+
+        Raises:
+            ConfigError: If a group, or a state of torch's AdamW, sets `amsgrad` or `maximize`.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         number = 0
         for group in self.param_groups:
+            for option in ("amsgrad", "maximize"):
+                problem = "is an option that this optimizer lacks; use torch.optim.AdamW"
+                require(not group[option], "optimizer", option, problem)
             names = group.get("param_names") or map(str, itertools.count(number))
             number += len(group["params"])
             for name, parameter in zip(names, group["params"], strict=False):
@@ -137,7 +143,7 @@ class AdamW(torch.optim.AdamW):
         weights, gradient = local_values(parameter), local_values(parameter.grad).reshape(-1)
         # A copy if the memory format is another one: elements are counted in row-major order.
         flat = weights.reshape(-1)
-        first, second = (_flat(local_values(state[key])) for key in ("exp_avg", "exp_avg_sq"))
+        first, second = (local_values(state[key]).view(-1) for key in ("exp_avg", "exp_avg_sq"))
         rounds = self.stochastic_rounding and flat.dtype == torch.bfloat16
         start = self._start(parameter)
         for part in _ranges(flat):
@@ -228,10 +234,6 @@ def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
         old.copy_(new)
     else:
         torch.where(skip, old, new, out=old)
-
-
-def _flat(values: Tensor) -> Tensor:
-    return values.as_subclass(Tensor).view(-1)
 
 
 def _ranges(values: Tensor) -> Iterator[slice]:

@@ -161,6 +161,7 @@ class LearningRates:
         self._optimizer = optimizer
         self._schedule: lr_scheduler.LRScheduler | None = None
         self._rows: list[list[float]] = []
+        self._end: ValueError | None = None  # of a schedule that has one
         self._device = device
         self._on_device = on_device
         # The rate that each group received last, and its version counter if it is a tensor.
@@ -182,14 +183,13 @@ class LearningRates:
             _check_rate(index, rate)
         if self._on_device:
             for group, rate in zip(self._groups, rates, strict=True):
-                group["lr"] = _as_tensor(rate, self._device)
+                group["lr"] = torch.full((), rate, dtype=torch.float32, device=self._device)
         self._placeholder = torch.optim.SGD(
             [{"params": [torch.zeros((), requires_grad=True)], "lr": rate} for rate in rates],
             lr=0.0,
         )
         self._schedule = build_schedule(build, self._placeholder)
         self._rows = [self._current_rates()]
-        self._table = self._make_table(self._rows)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor | float:
         """Set the rates of the next update in all groups; return that of the first group.
@@ -215,13 +215,17 @@ class LearningRates:
             return float(rate)
         self._check_untouched()
         self._extend(at_most + 1)
-        self._check_row(at_most)
+        try:
+            self._check_row(at_most)
+        except ConfigError:
+            # The bound counts skipped steps, too. The host waits for the number itself.
+            self._check_row(int(applied))
         # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
             if self._on_device:
                 if not isinstance(group["lr"], Tensor):  # from a loaded state
-                    group["lr"] = _as_tensor(group["lr"], self._device)
+                    group["lr"] = torch.empty_like(rates[index])
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
@@ -250,6 +254,13 @@ class LearningRates:
             )
 
     def _check_row(self, update: int) -> None:
+        if update >= len(self._rows):
+            raise ConfigError(
+                "schedule",
+                type(self._schedule).__name__,
+                f"has no learning rate for update {update + 1} ({self._end}); build it for all "
+                "updates of the run (OneCycleLR: total_steps)",
+            ) from self._end
         for rate in self._rows[update]:
             if not -ROUNDING <= rate <= _LARGEST:
                 raise ConfigError(
@@ -261,26 +272,17 @@ class LearningRates:
 
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""
-        if rows < len(self._rows):
+        if rows < len(self._rows) or self._end is not None:
             return
         target = rows + min(max(rows, FIRST_CHUNK), CHUNK)
         while len(self._rows) <= target:
             try:
                 self._step_schedule()
             except ValueError as error:  # OneCycleLR has an end
-                if len(self._rows) < rows:
-                    raise ConfigError(
-                        "schedule",
-                        type(self._schedule).__name__,
-                        f"has no learning rate for update {rows} ({error}); build it for all "
-                        "updates of the run (OneCycleLR: total_steps)",
-                    ) from error
+                self._end = error
                 break
             self._rows.append(self._current_rates())
-        self._table = self._make_table(self._rows)
-
-    def _make_table(self, rows: list[list[float]]) -> Tensor:
-        return numbers_to_device(rows, torch.float32, self._device)
+        self._table = numbers_to_device(self._rows, torch.float32, self._device)
 
     def _step_schedule(self) -> None:
         assert self._schedule is not None
@@ -305,10 +307,3 @@ def _check_rate(index: int, rate: Any) -> None:
 
 def _version(rate: Any) -> int:
     return rate._version if isinstance(rate, Tensor) else 0
-
-
-def _as_tensor(rate: Any, device: torch.device) -> Tensor:
-    """Return a copy of a rate as a 0-dim FP32 tensor."""
-    if isinstance(rate, Tensor):
-        return rate.detach().to(device, torch.float32, copy=True)
-    return torch.full((), rate, dtype=torch.float32, device=device)

@@ -207,8 +207,7 @@ class _Waiting:
         if not why:
             return None
         return TrainingError(
-            f"rank {monitor.rank} is about to {own.compares}, unlike the last time, and {why}; "
-            f"{self._advice}"
+            f"rank {monitor.rank} is about to {own.compares}, and {why}; {self._advice}"
         )
 
     def _why_waiting(self, absent: Statuses) -> str:

@@ -273,18 +273,17 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {parameter_name(name) for name, _ in model.named_parameters()}
-        self._trained = {
-            name: (parameter, parameter.dtype, parameter.device.type)
-            for name, parameter in trainable(model)
-        }
+        self._trained = dict(trainable(model))
         self._frozen = [each for each in model.parameters() if not each.requires_grad]
         self._tree = ModuleTree(model)
-        self._parameters = [parameter for parameter, _, _ in self._trained.values()]
-        self._kinds = list(map(_KIND, self._parameters))
+        self._kinds = self._current_kinds()
+
+    def _current_kinds(self) -> list[tuple[torch.dtype, torch.device]]:
+        return list(map(_KIND, self._trained.values()))
 
     def _is_unchanged(self) -> bool:
         return (
-            list(map(_KIND, self._parameters)) == self._kinds
+            self._current_kinds() == self._kinds
             and not any(parameter.requires_grad for parameter in self._frozen)
             and self._tree.is_unchanged()
         )
@@ -299,7 +298,7 @@ class KnownParameters:
         if self._is_unchanged():
             return
         current = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-        for name, (known, dtype, device) in self._trained.items():
+        for (name, known), (dtype, device) in zip(self._trained.items(), self._kinds, strict=True):
             parameter = current.get(name)
             if parameter is None:
                 problem = "is no longer in the model"
@@ -307,8 +306,8 @@ class KnownParameters:
                 problem = "is a different tensor now"
             elif parameter.dtype != dtype:
                 problem = f"was {dtype_name(dtype)} and is {dtype_name(parameter.dtype)} now"
-            elif parameter.device.type != device:
-                problem = f"was on {device} and is on {parameter.device.type} now"
+            elif parameter.device.type != device.type:
+                problem = f"was on {device.type} and is on {parameter.device.type} now"
             else:
                 continue
             raise ConfigError("model", name, f"{problem}, {REBUILD}")

@@ -260,6 +260,8 @@ def native_dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def _resolve_cuda(device: torch.device) -> Resolution:
+    problem = "cannot be used here, because torch finds no GPU; use 'cpu'"
+    require(torch.cuda.is_available(), "device", str(device), problem)
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
     native = native_dtypes(device)
     if torch.bfloat16 in native:

@@ -741,7 +741,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if not self._ranks.is_default:
+        if self._ranks.group is not None:
             logger.warning("a pickled scaler loses its group; the copy will use all ranks")
         return {
             **state,

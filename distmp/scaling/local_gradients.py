@@ -83,8 +83,7 @@ def _local(gradient: Tensor) -> LocalGradient:
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
     if is_dtensor(gradient):
-        with torch.no_grad():
-            return LocalGradient(gradient.to_local(), _shards(gradient))
+        return LocalGradient(gradient.to_local(), _shards(gradient))
     return LocalGradient(gradient, 1)
 
 

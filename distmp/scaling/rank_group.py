@@ -29,6 +29,7 @@ class RankGroup:
             None for all ranks of the default group, or for this process alone without a group.
 
     Attributes:
+        group: The group of a group or mesh that was given; None for all ranks.
         latest_decision: The latest reduction over several ranks; None before the first one, and if
             the status of ranks cannot be queried.
 
@@ -37,18 +38,13 @@ class RankGroup:
     """
 
     def __init__(self, ranks: dist.ProcessGroup | DeviceMesh | int | None) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
         self.latest_decision: PendingDecision | None = None
         if ranks is None:
             return
         if isinstance(ranks, int):  # `new_group` returns an int on ranks that are not in the group
             raise _not_a_member(ranks)
-        self._group = ranks if isinstance(ranks, dist.ProcessGroup) else _group_of_mesh(ranks)
-
-    @property
-    def is_default(self) -> bool:
-        """Whether no group or mesh was given."""
-        return self._group is None
+        self.group = ranks if isinstance(ranks, dist.ProcessGroup) else _group_of_mesh(ranks)
 
     @property
     def world_size(self) -> int:
@@ -58,7 +54,7 @@ class RankGroup:
             ConfigError: Without a process group, if a launcher has set WORLD_SIZE above 1.
         """
         if dist.is_available() and dist.is_initialized():
-            return dist.get_world_size(self._group)
+            return dist.get_world_size(self.group)
         world_size = os.environ.get("WORLD_SIZE", "1").strip()
         if world_size in ("", "1"):
             return 1
@@ -79,7 +75,7 @@ class RankGroup:
         """
         if self.world_size == 1:
             return values
-        group, monitor = self._group or dist.group.WORLD, rank_monitor.current()
+        group, monitor = self.group or dist.group.WORLD, rank_monitor.current()
         assert group is not None
         if monitor is None:
             return _all_reduce(values, group)
@@ -99,7 +95,7 @@ class RankGroup:
         """Wait for the other ranks; return whether all of them begin the next decision in time."""
         if self.world_size == 1 or (monitor := rank_monitor.current()) is None:
             return False
-        group = self._group or dist.group.WORLD
+        group = self.group or dist.group.WORLD
         assert group is not None
         deadline, decision = time.monotonic() + seconds, monitor.begin(group)
         try:

@@ -49,7 +49,7 @@ def flush_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
+        except (OSError, ValueError):  # the stream or its reader is closed
             discard(stream)
 
 

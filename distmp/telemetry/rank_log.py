@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from distmp.telemetry.console import flush_standard_streams
+
 logger = logging.getLogger("distmp")
 
 # It ignores signals that end a job, so that the last output of ranks is copied.
@@ -39,7 +41,6 @@ class RankLog:
         self._streams: dict[int, int] = {}  # stream: its original descriptor
         self._tees: list[subprocess.Popen[bytes]] = []
         self._early: IO[bytes] | None = None
-        self._file: IO[bytes] | None = None
 
     def start(self, header: str) -> None:
         """Start copying.
@@ -48,7 +49,7 @@ class RankLog:
             header: First line of this start of the rank in the file.
         """
         self._streams = {stream: os.dup(stream) for stream in _STREAMS}
-        self._early = self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
+        self._early = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
         # Several processes write to it, so every write must append.
         fcntl.fcntl(self._early, fcntl.F_SETFL, os.O_APPEND)
         self._early.write(f"{header}\n".encode(errors="backslashreplace"))
@@ -66,19 +67,18 @@ class RankLog:
         self._restore()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("ab", buffering=0)
             self._early.seek(0)
-            file.write(self._early.read())
+            with path.open("ab") as file:
+                file.write(self._early.read())
         except OSError as error:
-            self._close_files()
             logger.warning("no log of this rank: %s cannot be written (%s)", path, error.strerror)
             return
-        self._close_files()
-        self._file = file
+        finally:
+            self._close_early()
         self._redirect(str(path))
 
     def _redirect(self, path: str, *descriptors: int) -> None:
-        _flush()
+        flush_standard_streams()
         for stream, before in self._streams.items():
             tee = subprocess.Popen(
                 [*_TEE, path],
@@ -99,7 +99,7 @@ class RankLog:
 
     def _restore(self) -> None:
         """Restore the original descriptors of the streams."""
-        _flush()
+        flush_standard_streams()
         for stream, before in self._streams.items():
             os.dup2(before, stream)
         for tee in self._tees:
@@ -107,24 +107,17 @@ class RankLog:
                 tee.wait(_END_SECONDS)
         self._tees.clear()
 
-    def _close_files(self) -> None:
-        for file in (self._early, self._file):
-            if file is not None:
-                file.close()
-        self._early = self._file = None
+    def _close_early(self) -> None:
+        if self._early is not None:
+            self._early.close()
+        self._early = None
 
     def __enter__(self) -> RankLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._restore()
-        self._close_files()
+        self._close_early()
         for before in self._streams.values():
             os.close(before)
         self._streams.clear()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the stream or its reader is closed
-            stream.flush()

@@ -137,16 +137,21 @@ class RecordWriter:
 
     def rewind(self, last_step: int) -> None:
         """Drop the records of later steps."""
-        self.close()
-        self._buffered.clear()
+        if self._file is not None:
+            self._file.close()
+        kept = [line for line in self._buffered if json.loads(line)["step"] <= last_step]
+        self._buffered = deque(kept, MAX_BUFFERED)
         self._file, self._last_kept = None, last_step
         self._flush()
 
     def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
-        last = read_records(self._path)[-1:]
-        self.rewind(step - 1)
+        try:
+            last = read_records(self._path)[-1:]
+        except OSError:  # `_flush` has warned, and keeps records in memory
+            return
         if last and last[0].step == step:
+            self.rewind(step - 1)
             values: dict[str, Any] = {"validation_loss": loss}
             values["validation_metrics"] = dict(metrics) or None
             self.write(dataclasses.replace(last[0], **values))

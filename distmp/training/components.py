@@ -150,7 +150,7 @@ def _with_weights(
         The model, and the weights that are still to be loaded, or None.
     """
     rest: StoredWeights | None = weights
-    if problems := misfits(model, weights):
+    if problems := [*misfits(model.state_dict(keep_vars=True), weights)]:
         ties = BuiltModel.of(model).names
         (model, unknown), rest = huggingface.load(config), None
         _check_ties(ties, BuiltModel.of(model).names, weights)

@@ -96,8 +96,8 @@ class Restarts:
         if first in (None, now):
             return config
         if rank == 0:
-            before = flat(first)
-            changed = [name for name, value in flat(now).items() if before.get(name) != value]
+            before, after = flat(first), flat(now)
+            changed = [name for name in before | after if before.get(name) != after.get(name)]
             logger.warning(
                 "the configuration has changed since this job started (%s); this restart continues "
                 "with the first one, and a new job uses the changed one",

@@ -217,12 +217,9 @@ def _record_start(run: Run) -> None:
     if run.world.rank == 0:
         try_to_write(run.directory.config, lambda path: write_yaml(config, path), log)
     layers = run.engine.low_precision_matmuls.layers
+    formats = {} if layers is None else {"low_precision_matmuls": formats_record(layers)}
     record_start(
-        run.directory.manifest,
-        run.world,
-        settings.to_mapping(config),
-        first_step=step,
-        low_precision_matmuls=None if layers is None else formats_record(layers),
+        run.directory.manifest, run.world, settings.to_mapping(config), first_step=step, **formats
     )
 
 

@@ -184,11 +184,7 @@ class ManifestError(DistmpError, ValueError):
 
 
 def record_start(
-    path: Path,
-    world: World,
-    configuration: Mapping[str, Any],
-    first_step: int = 0,
-    low_precision_matmuls: Mapping[str, Any] | None = None,
+    path: Path, world: World, configuration: Mapping[str, Any], **entries: Any
 ) -> None:
     """Add this start of a run to its manifest; every rank has to call it, rank 0 writes.
 
@@ -196,9 +192,7 @@ def record_start(
         path: The manifest.
         world: The ranks.
         configuration: The resolved configuration, nested.
-        first_step: Steps done before this start.
-        low_precision_matmuls: The low-precision matmuls, see
-            `distmp.quantization.layers.formats_record`; None without any.
+        **entries: Other entries of this start, such as the steps done before it.
 
     Raises:
         SetupError: On every rank, if the file exists and is not a manifest.
@@ -207,10 +201,7 @@ def record_start(
     ranks = world.ranks.gather(own)
 
     def write(path: Path) -> None:
-        start = describe_start(configuration)
-        if low_precision_matmuls is not None:
-            start["low_precision_matmuls"] = low_precision_matmuls
-        append_start(path, {**start, "first_step": first_step, "ranks": ranks})
+        append_start(path, {**describe_start(configuration), **entries, "ranks": ranks})
 
     world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
 

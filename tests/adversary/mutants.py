@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(
         "an optimizer that is changed later is not noticed",
         "distmp/engine/engine.py",
-        "self._setup.updates.check(self.optimizer)\n        self._strategy.check_model()",
-        "self._strategy.check_model()",
+        "self._setup.updates.check(self.optimizer)\n        self._setup.strategy.check_model()",
+        "self._setup.strategy.check_model()",
         "misuse",
     ),
     Mutant(
@@ -265,7 +265,7 @@ MUTANTS = [
     Mutant(
         "the model may be changed behind the engine",
         "distmp/engine/engine.py",
-        "self._strategy.check_model()",
+        "self._setup.strategy.check_model()",
         "pass",
         "misuse",
     ),

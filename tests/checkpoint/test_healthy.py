@@ -31,7 +31,7 @@ from tests.ranks import ranks
 
 MARK = "NaN or infinite values in weight"
 DTYPES = [
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2,
 ]  # fmt: skip
 
 

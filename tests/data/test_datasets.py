@@ -190,6 +190,13 @@ def tokenized(directory: Path, parts: dict[str, list[int]], **values: Any) -> To
 PARTS = {"b.bin": list(range(70_000, 70_060)), "a.bin": list(range(60))}
 
 
+@pytest.mark.parametrize("size", ["257", None, 0, True])
+def test_vocabulary_size_that_is_no_number_is_refused(tmp_path: Path, size: Any) -> None:
+    tokenized(tmp_path / "data", PARTS, vocabulary_size=size)
+    with pytest.raises(ConfigError, match=f"vocabulary_size = {size!r} is not a number of ids"):
+        TokenMetadata.read(tmp_path / "data")
+
+
 def test_tokenized_directory_needs_no_other_settings(tmp_path: Path) -> None:
     metadata = tokenized(tmp_path / "data", PARTS)
     assert TokenMetadata.read(tmp_path / "data") == metadata

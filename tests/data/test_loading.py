@@ -171,7 +171,14 @@ class DrawingStream(IterableDataset[Tensor]):
         return (torch.rand(()) for _ in range(8))
 
 
-@pytest.mark.parametrize("dataset", [Drawing(8), DrawingStream()])
+class ShuffledStream(IterableDataset[Tensor]):
+    """Draws its order when a pass begins, not at its first sample."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randperm(8))
+
+
+@pytest.mark.parametrize("dataset", [Drawing(8), DrawingStream(), ShuffledStream()])
 def test_random_numbers_of_samples_depend_on_no_rank(dataset: Any) -> None:
     def values(world_size: int) -> list[float]:
         of_ranks = [evaluate(dataset, rank, world_size) for rank in range(world_size)]

@@ -80,8 +80,8 @@ def bytes_per_parameter(preset: PrecisionPolicy) -> float:
 
     engine = make_engine(model=model, loss=loss, policy=preset, attribution=False)
     engine.step([torch.ones(1, 512)])
-    kept: list[Tensor] = [model.weight, *engine._strategy.gradients()[0].tensors]
-    for _, weight in engine._strategy.optimizer_parameters():
+    kept: list[Tensor] = [model.weight, *engine._setup.strategy.gradients()[0].tensors]
+    for _, weight in engine._setup.strategy.optimizer_parameters():
         state: dict[str, Any] = engine.optimizer.state[weight]
         kept += [weight, state["exp_avg"], state["exp_avg_sq"]]
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}

@@ -101,7 +101,7 @@ def build(layers: int = LAYERS, **options: Any) -> Engine:
     )
     engine.step(batches(1))
     # Sums over fake ranks are wrong, so no step is applied.
-    engine._strategy.used.unused = []
+    engine._setup.strategy.used.unused = []
     return engine
 
 

@@ -255,6 +255,15 @@ def test_an_average_that_is_never_updated_is_reported_once(
     assert caplog.messages == [message, message]
 
 
+def test_values_under_other_names_are_refused() -> None:
+    engine = make_engine(strategy="single")
+    average = WeightAverage(engine, EmaConfig(DECAY))
+    kept = {name: value.clone() for name, value in average.values.items()}
+    with pytest.raises(ConfigError, match=r"values = 'model/.*is not the name of a trained param"):
+        average.load({f"model/{name}": value + 1 for name, value in kept.items()})
+    assert_same_bits(average.values, kept)
+
+
 def test_an_average_without_a_decay_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^config\.decay = 0\.0: the average would always be"):
         WeightAverage(make_engine(strategy="single"), EmaConfig())

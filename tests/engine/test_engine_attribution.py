@@ -494,13 +494,13 @@ def test_an_fp32_weight_that_is_not_finite_is_named_where_it_lies(
     engine.step(step_batches(engine, clean))  # ranks compare their weights in the first step
     parts = {
         name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in engine._strategy.optimizer_parameters()
+        for name, tensor in engine._setup.strategy.optimizer_parameters()
     }
     name = [name for name, part in parts.items() if part.numel()][-1]
     if engine.world.rank == 1:
         with torch.no_grad():
             parts[name].data.view(-1)[-1] = math.nan
-    engine._strategy.publish_weights()
+    engine._setup.strategy.publish_weights()
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.ranks) == ("bad_parameter", (1,))
     assert "itself holds inf or NaN on rank 1 of 2 only" in report.diagnosis

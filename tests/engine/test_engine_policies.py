@@ -73,7 +73,7 @@ def trained_as_said(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     assert {name: weight.dtype for name, weight in weights(engine).items()} == updated
     # The decision and the collectives of the first step are smaller.
     assert {dtype for dtype, count in collectives.sent if count > 32} == {chosen.reduce_dtype}
-    assert all(buffer.dtype == FP32 for buffer in engine._strategy.gradients()[0].tensors)
+    assert all(buffer.dtype == FP32 for buffer in engine._setup.strategy.gradients()[0].tensors)
     state = snapshot(engine)
     engine.load_state_dict(state)
     assert_same_bits(snapshot(engine), state)
@@ -103,7 +103,7 @@ def test_pure_weights_without_a_fused_optimizer(text: str) -> None:
 def test_pure_weights_keep_no_rounded_gradients() -> None:
     engine = make_engine(policy="bf16-pure")
     train(engine, 1, ONE_RANK)
-    assert all(weight.grad is None for _, weight in engine._strategy.optimizer_parameters())
+    assert all(weight.grad is None for _, weight in engine._setup.strategy.optimizer_parameters())
     before = weights(engine)
     bad = [batch._replace(factor=float("inf")) for batch in microbatches(1, ONE_RANK[1])]
     assert engine.step(bad).numbers.skipped

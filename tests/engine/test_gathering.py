@@ -87,6 +87,9 @@ def test_ungatherable_values_are_named_on_all_ranks() -> None:
         ({"a": two, "b": three}, None, "number of rows = '2 and 3': must be the same in all"),
         (two, three.long(), "number of rows = '2 and 3'"),
         (two, two, "samples = '(2,) and float32': must be integers of shape (rows,)"),
+        (two, two.bool(), "samples = '(2,) and bool': must be integers of shape (rows,)"),
+        (two, two.cfloat(), "samples = '(2,) and complex64': must be integers of shape"),
+        (two, two.long() if first else two.int(), "samples = rows of shape () and int64"),
         (two, [0, 1], "values = 'list': is not a tensor"),
         ({}, None, "has no tensor to gather"),
     ):

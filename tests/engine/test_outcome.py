@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distmp.engine.outcome import StepNumbers, StepOutcome
+from distmp.engine.outcome import StepNumbers, StepOutcome, advice
 
 
 def tensors() -> dict[str, Tensor]:
@@ -85,3 +85,21 @@ def test_an_outcome_can_be_copied() -> None:
     assert copy.copy(outcome).numbers.loss == 1.25
     outcome.numbers  # noqa: B018  # waits for the copy
     assert pickle.loads(pickle.dumps(outcome.numbers)) == outcome.numbers
+
+
+@pytest.mark.parametrize(
+    ("scale", "exhausted", "remedy"),
+    [
+        (65536.0, False, "a lower min_scale"),
+        (1.0, True, "a lower min_scale"),
+        (1.0, False, "batch"),
+    ],
+)
+def test_advice_names_loss_scale_only_where_there_is_one(
+    scale: float, exhausted: bool, remedy: str
+) -> None:
+    numbers = StepOutcome(tensors()).numbers._replace(
+        weight=1.0, spike=False, loss=float("nan"), loss_scale=scale, scale_exhausted=exhausted
+    )
+    assert remedy in advice(numbers)
+    assert ("min_scale" in advice(numbers)) == ("min_scale" in remedy)

@@ -75,9 +75,11 @@ def test_invalid_microbatches_are_refused(microbatches: Any, message: str) -> No
         make().step(microbatches)
 
 
-def test_count_that_is_no_integer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"count = 2\.0: use an integer, the number of microb"):
-        make().step(iter([pair(), pair()]), count=2.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("count", [2.0, -2, 0, True])
+def test_count_that_is_no_positive_integer_is_refused(count: Any) -> None:
+    message = rf"count = {count}: use an integer of 1 or more, the number of microb"
+    with pytest.raises(ConfigError, match=message):
+        make().step(iter([pair(), pair()]), count=count)
 
 
 def test_microbatches_that_overwrite_each_other_are_refused() -> None:

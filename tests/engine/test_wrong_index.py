@@ -44,6 +44,17 @@ def test_label_out_of_range_names_step_ranges_and_line() -> None:
     assert rest[2].startswith(f"it was raised in {__file__}:")
 
 
+def test_line_is_named_in_environment_called_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile(
+        "def elsewhere(model, batch): return loss(model, batch)", "/home/me/torch/train.py", "exec"
+    )
+    names: dict[str, Any] = {"loss": loss}
+    exec(code, names)
+    monkeypatch.setattr(loss, "__code__", loss.__code__.replace(co_filename="/a/torch/loss.py"))
+    with pytest.raises(TrainingError, match=r"it was raised in /a/torch/loss\.py:\d+$"):
+        engine("cpu", names["elsewhere"]).step([batch(ROWS)])
+
+
 def test_index_error_without_embeddings_names_no_rows() -> None:
     def classified(model: nn.Module, labels: Tensor) -> tuple[Tensor, int]:
         return F.cross_entropy(model(torch.ones(2, 4)), labels, reduction="sum"), 2

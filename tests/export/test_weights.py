@@ -42,6 +42,14 @@ def test_weights_load_from_directory_or_file(tmp_path: Path) -> None:
         assert_same_bits(model.state_dict(), state())
 
 
+def test_configuration_of_another_program_is_not_read(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "weights", state())
+    (directory / "config.json").write_text('{"architecture": "resnet50"}')
+    model = make_model(0)
+    load_weights(model, directory)
+    assert_same_bits(model.state_dict(), state())
+
+
 def test_values_are_converted_to_model_dtypes(tmp_path: Path) -> None:
     halves = {name: value.bfloat16() for name, value in state().items()}
     model = make_model(0)

@@ -83,6 +83,22 @@ def test_overflow_on_one_rank_skips_all() -> None:
 
 
 @ranks(1)
+def test_each_optimizer_knows_whether_it_was_skipped() -> None:
+    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+    model = make_model()
+    own = [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in (0, 3)]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in own]
+    model, *prepared = accelerator.prepare(model, *own, *schedules)
+    accelerator.backward(model(batch(0, 0)).square().mean())
+    accelerator.unwrap_model(model)[0].weight.grad.fill_(torch.inf)
+    for each in prepared:
+        each.step()
+    assert [each.step_was_skipped for each in prepared[:2]] == [True, False]
+    assert [each.get_last_lr() for each in prepared[2:]] == [[0.1], [0.05]]
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ranks(1)
 def test_two_optimizers_of_one_backward_share_scale() -> None:
     """The scale doubles at every step, and accelerate updates it between the two optimizers."""
     reference = make_model()

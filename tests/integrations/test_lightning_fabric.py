@@ -5,6 +5,7 @@ The Trainer's tests use the package `lightning`, these use `lightning_fabric`.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import pickle
@@ -317,7 +318,9 @@ def test_pytorch_lightning_package_is_supported() -> None:
     sys.modules["lightning.fabric"] = sys.modules["lightning_fabric"]
     with pytest.raises(ConfigError, match=r"lightning\.fabric and pytorch_lightning is imported"):
         MixedPrecision("fp32")
-    assert isinstance(MixedPrecision("fp32", package="pytorch_lightning"), pl.plugins.Precision)
+    chosen = MixedPrecision("fp32", package="pytorch_lightning")
+    for each in (chosen, copy.deepcopy(chosen)):
+        assert isinstance(each, pl.plugins.Precision)
 
 
 @pytest.mark.parametrize(

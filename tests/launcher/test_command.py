@@ -77,6 +77,11 @@ def test_invalid_ssh_command_is_one_message(ssh: str, message: str) -> None:
         command.main(["--hosts=a,b", f"--ssh={ssh}"])
 
 
+def test_environment_is_refused_with_hosts() -> None:
+    with pytest.raises(ConfigError, match="--environment = 'slurm': has no effect with --hosts"):
+        command.main(["--hosts=a,b", "--environment=slurm"])
+
+
 def test_dry_run_prints_reasons_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

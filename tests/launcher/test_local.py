@@ -484,7 +484,7 @@ class Failure:
         pytest.param([(3, 7), (1, 8)], "rank 1 failed with exit code 1", id="a lost peer"),
         pytest.param([(3, 7)], "rank 0 ended because another rank was lost", id="another machine"),
         pytest.param([(143, 7), (143, 7)], "rank 0 was stopped by SIGTERM", id="orderly stop"),
-        pytest.param([(255, 7)], "rank 0 was stopped by signal 127", id="no such signal"),
+        pytest.param([(255, 7)], "rank 0 failed with exit code 255", id="no such signal"),
         pytest.param([(-6, 7), (5, 7)], "rank 1 failed with exit code 5", id="NCCL's watchdog"),
         pytest.param([(-15, 7), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's stop"),
         pytest.param([(-9, 40), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's kill"),

@@ -309,6 +309,7 @@ def test_ineffective_adapters_are_reported(cwd: Path, capsys: pytest.CaptureFixt
         ({"target_modules": ["down"], "lora_alpha": 0}, r"peft\.lora_alpha = 0: use a finite"),
         ({"alpha_pattern": {"down": float("nan")}}, r"peft\.lora_alpha = nan: use a finite"),
         ({"target_modules": ["down"], "lora_dropout": 1}, r"peft\.lora_dropout = 1: use 0 or"),
+        ({"init_lora_weights": 1}, r"peft\.init_lora_weights = 1: use true or"),
         ({"init_lora_weights": "pissa"}, r"peft\.init_lora_weights = 'pissa': use true or"),
     ],
 )

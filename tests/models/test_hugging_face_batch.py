@@ -118,6 +118,7 @@ class Plain(nn.Module):
     [
         (padded(left=True), r"attention_mask = \[0, 0, 0, 0, 0, 1.*padding_side='right'"),
         ({"inputs": torch.zeros(3, 12)}, "has 'inputs' and 'input_ids'; return either"),
+        ({"position_ids": torch.zeros(3, 12)}, "'position_ids'.: has 'position_ids', which the"),
         ({"labels": torch.zeros(3, 11)}, r"'labels': \(3, 11\)}: input_ids and labels must be"),
     ],
 )

@@ -215,3 +215,17 @@ def test_torch_state_can_be_loaded() -> None:
 def test_complex_tensors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"is complex"):
         AdamW([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_of_torch_that_are_missing_are_refused(option: str) -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    tensor.grad = torch.ones(2)
+    in_group = AdamW([{"params": [tensor], option: True}])
+    loaded = AdamW([tensor])
+    theirs = torch.optim.AdamW([tensor], **{option: True})  # type: ignore[arg-type]
+    loaded.load_state_dict(theirs.state_dict())
+    for optimizer in (in_group, loaded):
+        with pytest.raises(ConfigError, match=f"optimizer = '{option}': is an option that this"):
+            optimizer.step()
+    assert tensor.tolist() == [0, 0]

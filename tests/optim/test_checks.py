@@ -216,6 +216,25 @@ def test_schedule_end_in_custom_training_loop_is_refused() -> None:
         rates.set(torch.tensor(11), 11)
 
 
+def test_skipped_steps_do_not_end_schedule() -> None:
+    """The host counts steps that the device has skipped."""
+
+    def falling(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda update: 1 - update / 10)
+
+    for schedule in (functools.partial(one_cycle, cycle_momentum=False), falling):
+        rates = LearningRates(make_optimizer(1.0), schedule, torch.device("cpu"), on_device=True)
+        plain = make_optimizer(1.0)
+        expected = schedule(plain)
+        for applied in range(10):
+            found = rates.set(torch.tensor(applied), applied + 5)
+            assert float(found) == pytest.approx(plain.param_groups[0]["lr"])
+            plain.step()
+            expected.step()
+        with pytest.raises(ConfigError, match=r"^schedule = '.*' for update 12|update 12"):
+            rates.set(torch.tensor(11), 16)
+
+
 TORCH = "torch.optim.lr_scheduler"
 
 

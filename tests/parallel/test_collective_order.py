@@ -176,7 +176,7 @@ def test_steps_of_different_lengths_are_an_error() -> None:
 
 def count_comparisons(engine: Engine) -> mock.Mock:
     """Return the mock of the comparisons of a sharded engine, which count from now on."""
-    order = engine._strategy._order  # type: ignore[attr-defined]
+    order = engine._setup.strategy._order  # type: ignore[attr-defined]
     order._compare = mock.Mock(wraps=order._compare)
     return order._compare
 

@@ -90,7 +90,7 @@ def small_transformer(*, tied: bool) -> Transformer:
 
 
 def units(engine: Engine) -> list[str]:
-    return [name for name, _ in engine._strategy.units()]
+    return [name for name, _ in engine._setup.strategy.units()]
 
 
 @ranks(2)

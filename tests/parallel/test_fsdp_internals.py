@@ -30,10 +30,10 @@ def test_unreduced_gradients_are_fp32_and_can_be_discarded() -> None:
     ):
         engine = make_engine(policy="bf16", **options)
         module = engine.module
-        engine._strategy.begin_step()
+        engine._setup.strategy.begin_step()
         unreduced = []
         for _ in range(2):
-            engine._strategy.begin_microbatch(last=False)
+            engine._setup.strategy.begin_microbatch(last=False)
             engine._setup.loss(module, batch)[0].backward()
             unreduced.append(
                 sum(g.clone().sum() for g in fsdp_internals.unreduced_gradients(module))
@@ -41,7 +41,7 @@ def test_unreduced_gradients_are_fp32_and_can_be_discarded() -> None:
         assert {g.dtype for g in fsdp_internals.unreduced_gradients(module)} == {torch.float32}
         torch.testing.assert_close(unreduced[1], 2 * unreduced[0])
         assert all(parameter.grad is None for parameter in module.parameters())
-        engine._strategy.begin_step()
+        engine._setup.strategy.begin_step()
         assert fsdp_internals.unreduced_gradients(module) == []
 
 

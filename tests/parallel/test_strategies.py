@@ -204,7 +204,7 @@ def test_dtypes_of_products_communication_and_accumulation() -> None:
             between = {FP32} if options["strategy"] in ("hsdp", "ddp") else set()
             reduced = {dtype for dtype in travels["allreduce_"] if dtype.is_floating_point}
             assert reduced == {torch.float64} | between
-            for part in engine._strategy.gradients():
+            for part in engine._setup.strategy.gradients():
                 assert {tensor.dtype for tensor in part.tensors} == {FP32}
                 assert sum(float(tensor.abs().sum()) for tensor in part.tensors) > 0
     for options in (sharded("fsdp", accumulate="sharded"), sharded("hsdp")):

@@ -218,7 +218,7 @@ def test_skipped_step_marks_no_parameter_as_used(optimizer: Any) -> None:
             batches = [Sample(step, dist.get_rank(), index, factor) for index in range(2)]
             assert engine.step(batches).numbers.skipped == (step == 2)
         assert_close(weights(engine), expected, options)
-        assert "blocks.0.third_step" in engine._strategy.used.unused
+        assert "blocks.0.third_step" in engine._setup.strategy.used.unused
     torch.use_deterministic_algorithms(False)
 
 
@@ -235,8 +235,8 @@ def test_dropped_microbatch_marks_no_parameter_as_used() -> None:
                 at.factor = INF if spoilt(at) else 1.0
             assert engine.step(batches).numbers.dropped == (step == 2)
         assert_close(weights(engine), reference(fused_adamw, spoilt), more)
-        assert "blocks.0.third_step_of_rank_1" in engine._strategy.used.unused
-        assert "blocks.0.third_step" not in engine._strategy.used.unused
+        assert "blocks.0.third_step_of_rank_1" in engine._setup.strategy.used.unused
+        assert "blocks.0.third_step" not in engine._setup.strategy.used.unused
     torch.use_deterministic_algorithms(False)
 
 
@@ -306,7 +306,7 @@ def test_state_without_record_follows_the_optimizer() -> None:
         engine.step(batches[step])
     saved = {k: v for k, v in snapshot(engine).items() if not k.startswith("unused/")}
     resumed.load_state_dict(saved)
-    assert resumed._strategy.used.unused == engine._strategy.used.unused
+    assert resumed._setup.strategy.used.unused == engine._setup.strategy.used.unused
     for step in range(3, STEPS):
         resumed.step(batches[step])
     assert_close(weights(resumed), reference(adamw), "older")

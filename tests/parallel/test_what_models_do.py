@@ -263,7 +263,7 @@ def test_failed_step_leaves_no_state() -> None:
             Engine(Base(), loss, sgd, **options, policy="fp32", device="cpu") for _ in range(2)
         ]
         torch.use_deterministic_algorithms(False)
-        hook = engines[0]._strategy.module.first.weight.register_hook(raise_in_backward)
+        hook = engines[0]._setup.strategy.module.first.weight.register_hook(raise_in_backward)
         with pytest.raises(ArithmeticError):
             engines[0].step(samples(0, dist.get_rank()))
         hook.remove()

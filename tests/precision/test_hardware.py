@@ -32,6 +32,7 @@ def test_auto_policy_on_cuda(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = resolve("auto", torch.device("cuda", 3))
     assert found.policy == policy(expected)
     major, minor = capability
@@ -155,3 +156,9 @@ def test_auto_policy_on_unknown_device() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'auto'"):
         resolve("autoo", CPU)
+
+
+def test_automatic_policy_for_missing_gpu_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device = 'cuda': cannot be used here, .* finds no GPU"):
+        resolve("auto", "cuda")

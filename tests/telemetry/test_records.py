@@ -271,3 +271,15 @@ def test_late_validation_belongs_to_last_step(path: Path) -> None:
     writer.add_validation(3, 1.25, {})
     writer.close()
     assert written(path) == [(1, None), (2, 1.5)]
+
+
+def test_buffered_records_before_rollback_are_kept(path: Path) -> None:
+    path.mkdir()  # cannot be written
+    writer = RecordWriter(path, 0, lambda message: None)
+    write_steps(writer, 1, 2, 3)
+    writer.rewind(2)
+    writer.add_validation(2, 1.5, {})  # lost, but not the record
+    path.rmdir()
+    write_steps(writer, 3)
+    writer.close()
+    assert written(path) == [(1, None), (2, None), (3, None)]

@@ -264,6 +264,8 @@ def test_restart_uses_first_configuration(caplog: pytest.LogCaptureFixture) -> N
     assert again.configuration(changed, 0) == first
     assert again.checkpoint_path == "/first"
     assert "changed since this job started (steps, checkpoint.path)" in caplog.text
+    assert attempt(memory, 3).configuration(replace(first, optim=OptimizerConfig()), 0) == first
+    assert "changed since this job started (optim.options.api_key" in caplog.text
 
 
 def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class PolicyResult:
     Attributes:
         reason: How the device runs the policy (emulated or native).
         losses: Loss of every step, as the mean over the global batch.
-        seconds: Duration of every step after the warm-up.
+        step_seconds: Median duration of a step after the warm-up.
         memory_bytes: Maximum over the ranks of the additional peak memory.
         skipped: Number of skipped steps.
         held_out: "loss" and metrics on held-out samples after the last step; empty without seeds.
@@ -111,7 +111,7 @@ class PolicyResult:
 
     reason: str
     losses: tuple[float, ...]
-    seconds: tuple[float, ...]
+    step_seconds: float
     memory_bytes: int
     skipped: int
     held_out: Mapping[str, float] = field(default_factory=dict)
@@ -120,11 +120,6 @@ class PolicyResult:
     def last_loss(self) -> float:
         """Mean loss of the last quarter of the steps."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 4) :])
-
-    @property
-    def step_seconds(self) -> float:
-        """Median duration of a step."""
-        return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -167,11 +162,12 @@ class Comparison:
         It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
         measured = self.measured
+        if not measured:
+            return None, "no policy ran"
         accurate = {name: one for name, one in measured.items() if self.is_accurate(name)}
-        if not accurate:
-            diverged = [n for n, m in measured.items() if not math.isfinite(m.last_loss)]
-            advice = f"{', '.join(diverged)} diverged; lower optim.lr, or use another seed"
-            return None, advice if measured else "no policy ran"
+        if not accurate:  # the reference agrees with itself unless it diverged
+            advice = "diverged; lower optim.lr, or use another seed"
+            return None, f"{next(iter(measured))} {advice}"
         fastest = min(one.step_seconds for one in accurate.values())
         fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
@@ -284,7 +280,14 @@ def measure(
     parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     start = begin_peak(world.device)
     try:
-        engine = components.build_engine(config, parts, world, policy=name, attribution=False)
+        engine = components.build_engine(
+            config,
+            parts,
+            world,
+            policy=name,
+            attribution=False,
+            max_consecutive_skips=steps + 1,  # they are counted instead
+        )
     except (ConfigError, SetupError) as error:
         return str(error)
     components.start_from_weights(parts, engine)
@@ -303,9 +306,8 @@ def measure(
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
     held_out = _held_out(config, parts, engine) if config.seeds else {}
-    return PolicyResult(
-        reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped, held_out
-    )
+    median = statistics.median(seconds[WARM_UP:] or seconds)
+    return PolicyResult(reason, tuple(losses), median, int(memory), skipped, held_out)
 
 
 def _held_out(config: CalibrationConfig, parts: ModelAndData, engine: Engine) -> dict[str, float]:

@@ -159,10 +159,11 @@ def predict(
         strategy = resolve_strategy(config.strategy, world)
         round_frozen(config, parts, policy)
         groups = observe.expected_groups(parts.model, policy, strategy, config.sharding.wrap)
-        run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
-        trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
+        most = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
+        run = min(most, parts.microbatches)
+        trace = trace_steps(config, parts, world, policy, microbatches=run)
     communication = comm_volumes(
-        trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
+        trace.collectives, parts.microbatches, run, local, shards=strategy in SHARDED_STRATEGIES
     )
     return Explanation(
         world_size,

@@ -141,14 +141,20 @@ class CommVolume:
 
 
 def comm_volumes(
-    collectives: Iterable[Collective], microbatches: int, ranks_per_machine: int, *, shards: bool
+    collectives: Iterable[Collective],
+    microbatches: int,
+    run: int,
+    ranks_per_machine: int,
+    *,
+    shards: bool,
 ) -> list[CommVolume]:
-    """Extrapolate the volume of a step with `microbatches` from a step with at most three.
+    """Extrapolate the volume of a step with `microbatches` from a step with fewer of them.
 
     Args:
-        collectives: The collectives of a step with `min(microbatches, 3)` microbatches; the second
-            of three represents all microbatches between the first and the last.
+        collectives: The collectives of a step with `run` microbatches; the second one also
+            represents those that were not run.
         microbatches: Number of microbatches per step.
+        run: Number of microbatches that were run, all or three and more.
         ranks_per_machine: Number of ranks on each machine.
         shards: Whether the strategy shards parameters, and therefore gathers them.
     """
@@ -156,7 +162,7 @@ def comm_volumes(
     for collective in collectives:
         if len(collective.ranks) == 1:
             continue
-        times = microbatches - 2 if microbatches > 3 and collective.microbatch == 1 else 1
+        times = microbatches - run + 1 if collective.microbatch == 1 else 1
         key = (_purpose(collective, shards=shards), collective.kind, collective.dtype)
         calls, sent, left = totals.get(key, (0, 0.0, 0.0))
         totals[key] = (

@@ -77,7 +77,8 @@ class RecordedRun:
         """Return the most important numbers of the run as text, by name."""
         records, last = self.records, self.records[-1]
         losses = [record.loss for record in records[-LAST_STEPS:] if not record.skipped]
-        validated = [r.validation_loss for r in records if r.validation_loss is not None]
+        losses_of_validation = (r.validation_loss for r in records)
+        validated = [v for v in losses_of_validation if v is not None and not math.isnan(v)]
         planned = self.config.get("steps")
         seconds = sum(record.step_seconds for record in records)
         return {

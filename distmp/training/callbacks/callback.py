@@ -30,7 +30,8 @@ class SpikeAction(NamedTuple):
 def action_for(numbers: StepNumbers, config: DivergenceConfig) -> SpikeAction | None:
     """Return the action for a step, or None if there is none; the same on every rank."""
     if numbers.weight > 0 and not math.isfinite(numbers.loss):
-        problem, action = f"the loss is {numbers.loss}", config.on_nonfinite_loss
+        problem = f"the loss is {numbers.loss}"
+        action = "rollback" if config.rolls_back else "skip"
     elif numbers.spike:
         problem, action = describe_spike(numbers), config.on_spike
     else:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
+from distmp.data.loading import is_stream
 from distmp.errors import ConfigError, nearest, require
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
@@ -40,10 +41,18 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
         checks.AdapterCheck(),
         *([] if ema is None else [ema]),
         Validation(run, ema, checkpointing.writer),
-        *([EarlyStopping(config, checkpointing)] if config.early_stopping.patience else []),
+        *_early_stopping(run, checkpointing),
         *users,
         checkpointing,
     ]
+
+
+def _early_stopping(run: Run, checkpointing: Checkpointing) -> list[Callback]:
+    if not run.config.early_stopping.patience:
+        return []
+    dataset = run.model_and_data.datasets.validation
+    held_out = None if dataset is None or is_stream(dataset) else len(dataset)
+    return [EarlyStopping(run.config, checkpointing, held_out)]
 
 
 def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:

@@ -107,7 +107,7 @@ class StepLogger(Callback):
         return "" if known else f"; {hint}"
 
     def _operands(self, result: StepResult, trainer: TrainingLoop) -> dict[str, Any] | None:
-        """Return the statistics of low-precision operands, in steps that print a line."""
+        """Return the statistics of low-precision operands, in steps whose number prints a line."""
         statistics, self._started = result.outcome.matmul_statistics, self._started or result.step
         if statistics is None or trainer.world.rank != 0:
             return None

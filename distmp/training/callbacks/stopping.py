@@ -91,12 +91,19 @@ class EarlyStopping(Callback):
     Args:
         config: The configuration of the run, with a patience above 0.
         checkpointing: Keeps the best checkpoint.
+        held_out: Number of held-out samples; None if that of a stream is unknown.
     """
 
-    def __init__(self, config: RunConfig, checkpointing: Checkpointing) -> None:
+    def __init__(
+        self, config: RunConfig, checkpointing: Checkpointing, held_out: int | None
+    ) -> None:
         self._checkpointing = checkpointing
         self._config = config.early_stopping
-        self._final_counts = config.validation.final_samples == config.validation.samples
+        settings = (config.validation.final_samples, config.validation.samples)
+        if held_out is None:
+            self._final_counts = settings[0] == settings[1]
+        else:
+            self._final_counts = len({min(n or held_out, held_out) for n in settings}) == 1
         self._best: float | None = None
         self._best_step = 0
         self._last_step = 0

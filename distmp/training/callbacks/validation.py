@@ -100,7 +100,7 @@ class Validation(Callback):
 
         A run with no steps left repeats its last validation, which may have been interrupted.
         """
-        if trainer.progress.step == trainer.config.steps:
+        if trainer.progress.step >= trainer.config.steps:
             self._validate(trainer, last=True)
         elif self._dataset is not None:
             self._evaluate(trainer, trainer.config.batch.microbatch_size * trainer.world.world_size)

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 def measured(last: float, milliseconds: float, memory: int, skipped: int = 0) -> PolicyResult:
     losses = (5.0, 4.0, 3.0, last)
-    return PolicyResult("native", losses, (milliseconds / 1000,) * 3, memory, skipped)
+    return PolicyResult("native", losses, milliseconds / 1000, memory, skipped)
 
 
 def comparison(**results: PolicyResult | str) -> Comparison:
@@ -75,6 +75,10 @@ def test_diverged_reference_is_named() -> None:
         None,
         "fp32 diverged; lower optim.lr, or use another seed",
     )
+    seeds = SeedComparison({"fp32": {"loss": [2.0, NAN, 2.0]}})
+    results: dict[str, PolicyResult | str] = {"fp32": measured(2.0, 1, 1), "bf16": "no"}
+    _, advice = Comparison(3, 1, 0.01, results, seeds).recommendation()
+    assert advice.startswith("fp32 diverged; ")
     assert comparison(fp32="no").recommendation() == (None, "no policy ran")
 
 
@@ -112,10 +116,10 @@ def test_policy_within_seed_spread_agrees(loss: float, accuracy: float, agrees: 
 
 
 def test_policy_outside_seed_spread_is_not_recommended() -> None:
-    result = PolicyResult("native", (2.0, 2.0, 2.0), (1.0,), 100, 0)
+    result = PolicyResult("native", (2.0, 2.0, 2.0), 1.0, 100, 0)
     results: dict[str, PolicyResult | str] = {
         "fp32": result,
-        "bf16": PolicyResult("native", (2.0, 2.0, 2.0), (0.5,), 50, 0),
+        "bf16": PolicyResult("native", (2.0, 2.0, 2.0), 0.5, 50, 0),
     }
     for accuracy, expected in ((0.0, "bf16"), (-0.1, "fp32")):
         seeds = SeedComparison({"fp32": FP32, "bf16": shifted(0.0, accuracy)})

@@ -30,7 +30,7 @@ def test_omitted_microbatches_count_like_second() -> None:
 
     decision = Collective("all-reduce", FP64, 6, TWO, microbatch=2, updated=False)
     (gathered, agreed) = comm_volumes(
-        [gather(0), gather(1), gather(2), decision], 7, 2, shards=True
+        [gather(0), gather(1), gather(2), decision], 7, 3, 2, shards=True
     )
     assert (gathered.purpose, gathered.calls, gathered.nbytes) == (
         "parameters",
@@ -40,12 +40,20 @@ def test_omitted_microbatches_count_like_second() -> None:
     assert (agreed.purpose, agreed.calls, agreed.nbytes) == ("decision", 1, 48)
 
 
+def test_collectives_of_microbatches_that_were_all_run_count_once() -> None:
+    calls = [
+        Collective("all-reduce", BF16, 8, TWO, microbatch, updated=False) for microbatch in range(4)
+    ]
+    assert [entry.calls for entry in comm_volumes(calls, 4, 4, 2, shards=False)] == [4]
+    assert [entry.calls for entry in comm_volumes(calls, 16, 4, 2, shards=False)] == [16]
+
+
 def test_bytes_between_machines_include_all_microbatches() -> None:
     gathers = [
         Collective("all-gather", BF16, 8, range(4), microbatch, updated=False)
         for microbatch in range(3)
     ]
-    (gathered,) = comm_volumes(gathers, 7, 2, shards=True)
+    (gathered,) = comm_volumes(gathers, 7, 3, 2, shards=True)
     assert (gathered.nbytes, gathered.between_machines) == (7 * 12, 7 * 6)
     assert gathered.nbytes - gathered.between_machines == 7 * 6
 
@@ -55,7 +63,7 @@ def test_gathers_of_gradients_and_parameters_are_distinguished() -> None:
         Collective("all-gather", BF16, 8, TWO, microbatch=0, updated=updated)
         for updated in (False, True)
     )
-    assert [entry.purpose for entry in comm_volumes([before, after], 1, 2, shards=False)] == [
+    assert [entry.purpose for entry in comm_volumes([before, after], 1, 1, 2, shards=False)] == [
         "gradients",
         "parameters",
     ]

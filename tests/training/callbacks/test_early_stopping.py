@@ -201,11 +201,11 @@ def test_patience_agrees_with_definition(
         early_stopping={"patience": patience, "min_delta": min_delta, "mode": mode},
     )
     watched: Any = Watched(config)
-    stopping = EarlyStopping(config, watched)
+    stopping = EarlyStopping(config, watched, None)
     best, best_step, since = None, 0, 0
     for step, value in enumerate(values, 1):
         if step == resumed_at:
-            state, stopping = stopping.state_dict(), EarlyStopping(config, watched)
+            state, stopping = stopping.state_dict(), EarlyStopping(config, watched, None)
             watched.kept = 0
             stopping.load_state_dict(state)
         watched.step = step
@@ -219,6 +219,30 @@ def test_patience_agrees_with_definition(
         assert (watched.reason is not None) == (since >= patience)
         if watched.reason is not None:
             break
+
+
+@pytest.mark.parametrize(
+    ("held_out", "final", "counts"),
+    [
+        (100, None, True),
+        (100, 150, True),
+        (100, 50, False),
+        (None, None, False),
+        (200, None, False),
+    ],
+)
+def test_last_validation_counts_if_it_has_as_many_samples(
+    held_out: int | None, final: int | None, counts: bool
+) -> None:
+    config = configuration(
+        Path("unused"),
+        validation={"every": 1, "samples": 128, "final_samples": final},
+        early_stopping={"patience": 1},
+    )
+    watched: Any = Watched(config)
+    watched.step = config.steps
+    EarlyStopping(config, watched, held_out).on_validation(watched, 1.0, {})
+    assert watched.kept == (config.steps if counts else 0)
 
 
 def test_retention_keeps_only_best_in_addition() -> None:
