@@ -160,5 +160,5 @@ def test_unknown_names_are_refused() -> None:
 
 def test_automatic_policy_for_missing_gpu_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device = 'cuda': cannot be used here, .* finds no GPU"):
+    with pytest.raises(ConfigError, match=r"device = 'cuda': cannot be used here, .* finds no GPU"):
         resolve("auto", "cuda")
