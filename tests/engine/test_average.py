@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.engine.average import WeightAverage, local
+from distmp.engine.average import WeightAverage
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.utils.dtypes import local_values
 from tests.ranks import ranks
 from tests.reference import (
     FOUR_RANKS,
@@ -282,7 +283,7 @@ def test_decays_that_differ_between_ranks_are_refused() -> None:
 @ranks(2)
 def test_a_rank_averages_only_what_it_holds() -> None:
     def held(tensors: dict[str, Tensor]) -> int:
-        return sum(local(tensor).numel() for tensor in tensors.values())
+        return sum(local_values(tensor).numel() for tensor in tensors.values())
 
     whole = sum(parameter.numel() for parameter in make_model().parameters())
     for options in ({"strategy": "fsdp"}, {"strategy": "ddp", "shard_optimizer": True}):

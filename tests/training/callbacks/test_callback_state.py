@@ -18,12 +18,12 @@ from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import load, parse_callbacks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
-from distmp.engine.average import local
 from distmp.errors import ConfigError, SetupError
 from distmp.launcher.command import main as launch
 from distmp.training.callbacks import Callback, PendingStep, StepResult, TrainingLoop
 from distmp.training.callbacks.order import load_callbacks
 from distmp.training.trainer import Trainer
+from distmp.utils.dtypes import local_values
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, gathered, snapshot
 from tests.toys import finished, printed, trainer_of
@@ -52,7 +52,7 @@ class History(Callback):
         self.calls.append("load_state_dict")
         self.losses, self.rates = state["losses"], state["rates"]
         for name, value in self.sums.items():
-            local(value).copy_(local(state[f"sum/{name}"]))
+            local_values(value).copy_(local_values(state[f"sum/{name}"]))
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         self.calls.append(f"on_train_begin {len(self.losses)}")
@@ -60,7 +60,7 @@ class History(Callback):
     @torch.no_grad()
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         for name, weights in trainer.engine.weights().items():
-            local(self.sums[name]).add_(local(weights), alpha=self.factor)
+            local_values(self.sums[name]).add_(local_values(weights), alpha=self.factor)
 
     def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.losses = [*self.losses, result.numbers.loss]
