@@ -56,8 +56,14 @@ def evaluation_batches(
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
-        groups = _grouped(islice(_seeded(dataset), samples), microbatch_size)
-        yield from _own(groups, world, combine, compared=True)
+        groups = _grouped(islice(enumerate(_seeded(dataset)), samples), microbatch_size)
+
+        def read(group: list[tuple[int, Any]]) -> Any:
+            with generators_kept():
+                seed_generators(f"microbatch 0 {group[0][0]}")
+                return combine([sample for _, sample in group])
+
+        yield from _own(groups, world, read, compared=True)
         return
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)

@@ -22,7 +22,7 @@ from distmp.distributed.comparison import check_same
 from distmp.distributed.failing_together import describe, explain_lost_peers
 from distmp.distributed.stopping import ignore_stop_signals
 from distmp.distributed.world import World
-from distmp.errors import DataError, DistmpError
+from distmp.errors import DataError, DistmpError, listed
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.processes import signal_when_parent_ends
 from distmp.utils.tensor_trees import described
@@ -281,6 +281,10 @@ class SeededMicrobatches:
 
     def __post_init__(self) -> None:
         self._draws = not getattr(self.dataset, "draws_nothing", False)
+        read = self.dataset
+        while isinstance(read, Subset):  # has the method, whether or not its dataset has it
+            read = read.dataset
+        self._reads_together = hasattr(read, "__getitems__")
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """Return a collated microbatch; torch's data loader calls this method.
@@ -296,12 +300,13 @@ class SeededMicrobatches:
             return self.collate(samples)
 
     def _samples(self, places: Sequence[tuple[int, int]]) -> list[Any]:
-        get_items = getattr(self.dataset, "__getitems__", None)
-        if get_items is not None:
-            self._seed_generators(places[0][0])
-            samples: list[Any] = get_items([index for _, index in places])
-            return samples
-        return [self.sample(position, index) for position, index in places]
+        if not self._reads_together:
+            return [self.sample(position, index) for position, index in places]
+        self._seed_generators(places[0][0])
+        indices = [index for _, index in places]
+        with self._explained(f"samples {listed([*map(str, indices)])}"):
+            samples: list[Any] = self.dataset.__getitems__(indices)
+        return samples
 
     def sample(self, position: int, index: int) -> Any:
         """Return one sample; changes the state of the generators.
@@ -310,13 +315,18 @@ class SeededMicrobatches:
             DataError: If the dataset fails.
         """
         self._seed_generators(position)
-        try:
+        with self._explained(f"sample {index}"):
             return self.dataset[index]
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except DistmpError:
             raise
         except Exception as error:
             raise DataError(
-                f"sample {index} of the dataset {type(self.dataset).__qualname__} cannot be read: "
+                f"{what} of the dataset {type(self.dataset).__qualname__} cannot be read: "
                 f"{describe(error)} ({_place(error)})"
             ) from error
 

@@ -108,7 +108,7 @@ def _regular_expression(pattern: str) -> str:
         token = match.group()
         if token.startswith("[") and len(token) > 1:
             negates = token.startswith("[!") and len(token) > len("[!]")
-            return ("[^" + token[2:] if negates else token).replace("\\", "\\\\")
+            return ("[^/" + token[2:] if negates else token).replace("\\", "\\\\")
         return tokens.get(token) or re.escape(token)
 
     return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -28,6 +27,7 @@ from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.imports import check_arguments
+from distmp.utils.tensor_trees import leaves
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -112,10 +112,8 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch has been written to."""
-    leaves = pytree.tree_leaves(batch)
-    return [
-        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:

@@ -102,8 +102,19 @@ def _check_padding(mask: Tensor) -> None:
         raise ConfigError("attention_mask", mask[~is_right][0].tolist(), _RIGHT)
 
 
-# Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
-_WRAPPERS = 3
+# Where classes are that pass the arguments and the output of a model on: DDP, compiled modules,
+# FSDP1, activation checkpointing, and those of libraries.
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch._dynamo.",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.algorithms.",
+    "accelerate.",
+    "deepspeed.",
+    "lightning",
+    "peft.",
+    "pytorch_lightning.",
+)
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -192,11 +203,8 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model, and the models in its wrappers, of which each has one child."""
     yield model
-    for _ in range(_WRAPPERS):
-        children = [*model.children()]
-        if len(children) != 1:
-            return
-        model = children[0]
+    while type(model).__module__.startswith(_WRAPPERS) and len(found := [*model.children()]) == 1:
+        (model,) = found
         yield model
 
 

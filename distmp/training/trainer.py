@@ -283,7 +283,10 @@ class Trainer(TrainingLoop):
                 "lower optim.lr or optim.max_norm, or inspect the data, and continue with "
                 "--resume and the path of an earlier checkpoint"
             )
-        checkpoint = checkpoint_before(self.directory.checkpoints, step)
+        # Checkpoints after the last one of this run belong to a run that was abandoned.
+        saved = self.checkpointing.writer.saved_step
+        end = step if saved is None else min(step, saved + 1)
+        checkpoint = checkpoint_before(self.directory.checkpoints, end)
         guard = self.engine.divergence
         statistics = {name: value.clone() for name, value in guard.state_dict().items()}
         stored = restore(self.engine, checkpoint)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -49,7 +51,20 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return kind([map_tensors(function, item) for item in tree])
     if kind is dict:
         return {key: map_tensors(function, item) for key, item in tree.items()}
+    if isinstance(tree, UserDict):  # from tokenizers; it is no pytree
+        mapped = copy.copy(tree)
+        mapped.data = map_tensors(function, tree.data)
+        return mapped
     return pytree.tree_map_only(Tensor, function, tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of nested containers, see `map_tensors`."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, UserDict):
+            yield from leaves(leaf.data)
+        else:
+            yield leaf
 
 
 def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -133,7 +148,7 @@ def checksum(tree: Any, describe: Callable[[object], str] = repr) -> int:
         describe: Returns the text that counts for any other object.
     """
     value = 0
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in leaves(tree):
         for part in _parts(leaf, describe):
             value = zlib.crc32(part, value)
     return value

@@ -192,6 +192,22 @@ def test_random_numbers_of_samples_depend_on_no_rank(dataset: Any) -> None:
     assert values(2) == first
 
 
+def test_collate_functions_draw_the_same_in_every_evaluation() -> None:
+    def mask(samples: list[Any]) -> Tensor:
+        return torch.rand(len(samples))
+
+    def masks(dataset: Any) -> list[list[float]]:
+        return [each.tolist() for each in evaluation_batches(dataset, None, 2, world(0, 1), mask)]
+
+    for dataset in (Drawing(8), DrawingStream()):
+        first, state = masks(dataset), torch.get_rng_state()
+        torch.rand(3)
+        assert masks(dataset) == first
+        torch.set_rng_state(state)
+        masks(dataset)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
     return list(evaluation_batches(dataset, None, 2, world(rank, world_size)))
 

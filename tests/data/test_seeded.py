@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from distmp.data.loading import SeededMicrobatches
 from distmp.data.loading import steps as all_steps
 from distmp.data.order import Division
+from distmp.errors import DataError
 
 
 class Augmented:
@@ -73,3 +75,24 @@ def test_process_generators_are_unchanged() -> None:
     assert random.getstate() == before[2]
     drawn(Plain(), 1)
     assert not torch.equal(torch.get_rng_state(), before[0])
+
+
+def test_subset_draws_for_each_sample_like_its_dataset() -> None:
+    """torch's `Subset` reads several samples at once, whether or not its dataset does."""
+    part: Any = torch.utils.data.Subset(Augmented(), range(8))  # type: ignore[arg-type]
+    places = [(index, index) for index in range(8)]
+    expected = SeededMicrobatches(Augmented(), 0, torch.stack).__getitems__(places)
+    for size in (2, 4):
+        seeded = SeededMicrobatches(part, 0, torch.stack)
+        found = [seeded.__getitems__(places[first : first + size]) for first in range(0, 8, size)]
+        assert torch.equal(torch.cat(found), expected)
+
+
+class Failing(AugmentedMicrobatch):
+    def __getitem__(self, index: int) -> Tensor:
+        raise ValueError("corrupt")
+
+
+def test_failing_microbatch_names_its_samples() -> None:
+    with pytest.raises(DataError, match=r"^samples 3, 7 of the dataset Failing cannot .*: corrupt"):
+        SeededMicrobatches(Failing(), 0, list).__getitems__([(0, 3), (1, 7)])

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from distmp.data import IGNORED
 from distmp.engine.engine import Engine
@@ -181,8 +182,14 @@ def test_policy_that_rounds_outputs_computes_loss_outside() -> None:
 
 
 def test_wrapped_model_still_computes_its_loss() -> None:
-    assert takes_targets(nn.Sequential(nn.Sequential(small())))
-    assert not takes_targets(nn.Sequential(nn.Linear(2, 2)))
+    wrapped: Any = checkpoint_wrapper(torch.compile(small(), backend="eager"))
+    ids = torch.randint(50, (2, 9))
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    for model in (wrapped, nn.DataParallel(small()), small()):
+        assert takes_targets(model)
+    assert not takes_targets(checkpoint_wrapper(nn.Linear(2, 2)))
+    found, _ = next_token_loss(wrapped, batch)
+    assert float(found) == pytest.approx(float(next_token_loss(small(), batch)[0]), rel=1e-5)
 
 
 class Composed(nn.Module):
@@ -246,3 +253,28 @@ def test_negative_target_raises_out_of_bounds() -> None:
     hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])
     with pytest.raises(RuntimeError, match="-7 is out of bounds"):
         _compute_chunk(hidden, weight, 50, targets, None)
+
+
+class Halved(nn.Module):
+    """Changes the logits of a model that would compute its loss itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens) / 2
+
+
+def test_module_around_a_model_computes_its_logits() -> None:
+    config = TransformerConfig(11, 8, 1, 8, 2, 8)
+    model = Transformer(config)
+    ids = torch.randint(11, (2, 9))
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    logits = model(batch["inputs"])
+    for module, expected in ((Halved(model), logits / 2), (nn.Sequential(model), logits)):
+        found, _ = next_token_loss(module, batch)
+        wanted = nn.functional.cross_entropy(
+            expected.flatten(0, 1).double(), batch["targets"].flatten(), reduction="sum"
+        )
+        assert float(found) == pytest.approx(float(wanted), rel=1e-5)

@@ -150,6 +150,28 @@ def test_average_started_after_rollback_is_saved(tmp_path: Path) -> None:
     assert torch.equal(average, weights)
 
 
+@ranks(1)
+def test_rollback_passes_over_checkpoints_of_abandoned_run(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    often = ("--checkpoint.every=2", "--checkpoint.keep=10")
+    bad = [samples_of(9)[5]]
+    run(tmp_path, *often, "--steps=6", poisoned=bad)
+    back = (f"--resume={checkpoints / 'step-000002'}", "--checkpoint.every=100", "--steps=10")
+    found = run(tmp_path, *ROLLBACK, *back, "--optim.lr=0.01", poisoned=bad)
+    rolled_back = [each.divergence for each in records(tmp_path) if each.divergence]
+    assert rolled_back[0]["rolled_back"]["to_step"] == 2
+    assert found.progress.rollbacks == 1
+
+
+@ranks(1)
+def test_rollback_with_another_optimizer_than_the_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, "--steps=4", "--optim.name=adamw", poisoned=[])
+    other = ("--optim.name=sgd", "--optim.options={momentum: 0.9}", "--resume-force=true")
+    resumed = ("--resume=auto", "--steps=10", "--checkpoint.every=100")
+    found = run(tmp_path, *ROLLBACK, *resumed, *other, poisoned=[samples_of(9)[5]])
+    assert found.progress.rollbacks == 1
+
+
 @pytest.mark.nightly
 @ranks(2, timeout=100)
 def test_resume_does_not_repeat_rollback(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
 
 import pytest
@@ -60,3 +60,14 @@ def test_tree_map_does_not_change_containers() -> None:
 @pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*prototype stage")
 def test_checksum_of_tensors_without_strides(convert: Any) -> None:
     assert checksum([convert(ONE)]) == checksum([convert(ONE.clone())]) != checksum([convert(TWO)])
+
+
+def test_batches_of_tokenizers_are_containers() -> None:
+    """transformers returns a `BatchEncoding`, which is a `UserDict`."""
+    batch = UserDict({"ids": torch.ones(2), "nested": [torch.ones(1)], "text": "a"})
+    doubled = map_tensors(lambda tensor: 2 * tensor, batch)
+    assert type(doubled) is UserDict
+    assert (doubled["ids"].tolist(), doubled["nested"][0].tolist()) == ([2, 2], [2])
+    assert batch["ids"].tolist() == [1, 1]
+    assert checksum(batch) != checksum(doubled)
+    assert checksum(batch) == checksum(map_tensors(torch.clone, batch))

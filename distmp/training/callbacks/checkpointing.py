@@ -24,6 +24,7 @@ from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
 from distmp.training.run import Run
+from distmp.training.run_fingerprint import changes_since
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
@@ -57,7 +58,9 @@ class Checkpointing(Callback):
         )
         self.writer.guard(run.engine.optimizer)
         if run.checkpoint is not None:
-            saved = run.directory.owns(run.checkpoint.path)
+            # After a dangerous change, a rollback goes back to what this run has saved.
+            same_run = not changes_since(run.checkpoint.numbers, run.fingerprint).dangerous
+            saved = same_run and run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
         self._trainer: TrainingLoop | None = None
         # The step after which this process started.
