@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from distmp.data.loading import is_stream
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
-from distmp.data.text import TextDirectory, TextFile, list_text_files
+from distmp.data.text import TextDirectory, list_text_files
 from distmp.data.tokens import W, Windows, check_validation, open_tokens
 from distmp.errors import ConfigError, require
 
@@ -62,8 +62,8 @@ def is_held_out(name: str, share: float) -> bool:
 # --- text ---
 
 
-def text_files(config: DataConfig, path: str | None) -> tuple[Path, list[TextFile]]:
-    """Return the directory of a text source and its files.
+def text_files(config: DataConfig, path: str | None) -> tuple[Path, dict[str, int]]:
+    """Return the directory of a text source, and the sizes of its files.
 
     Args:
         config: The settings of the data.
@@ -91,7 +91,7 @@ def _build_text(config: DataConfig) -> Datasets:
 
 
 def _split_text(
-    config: DataConfig, directory: Path, files: Sequence[TextFile]
+    config: DataConfig, directory: Path, files: Mapping[str, int]
 ) -> tuple[TextDirectory, TextDirectory | None]:
     length = config.sequence_length
     everything = TextDirectory(directory, files, length)
@@ -103,9 +103,10 @@ def _split_text(
         return everything, validation
     if config.held_out == 0.0:
         return everything, None
-    held_out = {file.name for file in files if is_held_out(file.name, config.held_out)}
-    train = TextDirectory(directory, [file for file in files if file.name not in held_out], length)
-    validation = TextDirectory(directory, [file for file in files if file.name in held_out], length)
+    held_out = {n: size for n, size in files.items() if is_held_out(n, config.held_out)}
+    rest = {name: size for name, size in files.items() if name not in held_out}
+    train = TextDirectory(directory, rest, length)
+    validation = TextDirectory(directory, held_out, length)
     if len(train) and len(validation):
         return train, validation
     # With few files the hash may leave one side empty; then the tokens are split.

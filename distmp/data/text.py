@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,24 +26,15 @@ _TOKENIZE = (
 )
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file at the time when the directory was indexed."""
-
-    name: str
-    """Path relative to the directory, with forward slashes."""
-
-    size: int
-    """Size in bytes."""
-
-
 def list_text_files(
     directory: Path,
     pattern: str,
     skipped_directories: Collection[str] = (),
     setting: str = "data.path",
-) -> list[TextFile]:
-    """Return the files below a directory that match and are not empty, sorted by relative path.
+) -> dict[str, int]:
+    """Return the sizes in bytes of the files below a directory that match and are not empty.
+
+    Their names are relative to the directory, with forward slashes, and sorted.
 
     Args:
         directory: The directory to search.
@@ -84,10 +74,10 @@ def list_text_files(
                 f"{name} holds records, which would be trained as they are stored; exclude it by "
                 f"data.pattern, or make token ids of it: {tokenize}"
             )
-    files = [TextFile(name, _readable_size(directory, name, setting)) for name in names]
-    if not any(file.size for file in files):
-        raise error(f"all {len(files)} files that match {pattern!r} are empty")
-    return [file for file in files if file.size]
+    sizes = {name: _readable_size(directory, name, setting) for name in names}
+    if not any(sizes.values()):
+        raise error(f"all {len(sizes)} files that match {pattern!r} are empty")
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _readable_size(directory: Path, name: str, setting: str) -> int:
@@ -121,47 +111,48 @@ class TextDirectory(Windows):
 
     Args:
         directory: Directory of the files.
-        files: Its files, in the order of concatenation.
+        files: The size of each file by its name, in the order of concatenation.
         sequence_length: Tokens in a sample, T.
     """
 
     vocabulary_size = VOCABULARY_SIZE
 
-    def __init__(self, directory: Path, files: Sequence[TextFile], sequence_length: int) -> None:
-        super().__init__((file.size + 1 for file in files), sequence_length)
+    def __init__(self, directory: Path, files: Mapping[str, int], sequence_length: int) -> None:
+        super().__init__((size + 1 for size in files.values()), sequence_length)
         self.directory = directory
-        self.files = list(files)
+        self.files = list(files.items())
 
     def digest(self) -> str:
         """Return the range that is used, and a hash of the names, sizes and samples of files."""
-        files = {file.name: self.directory / file.name for file in self.files}
+        files = {name: self.directory / name for name, _ in self.files}
         return f"{self.first} {self.last} {digest(sampled_digests(files))[:16]}"
 
     def _read_file(self, file: int, first: int, last: int) -> NDArray[np.int64]:
         tokens = np.full(last - first, END_OF_FILE, dtype=np.int64)
-        end = min(last, self.files[file].size)
+        name, size = self.files[file]
+        end = min(last, size)
         if first < end:
-            content = self._read_bytes(self.files[file], first, end)
+            content = self._read_bytes(name, size, first, end)
             tokens[: end - first] = np.frombuffer(content, dtype=np.uint8)
         return tokens
 
-    def _read_bytes(self, file: TextFile, first: int, last: int) -> bytes:
+    def _read_bytes(self, name: str, size: int, first: int, last: int) -> bytes:
         """Return bytes of a file.
 
         Raises:
             DataError: If it cannot be read, or its size has changed since it was indexed.
         """
-        path = self.directory / file.name
+        path = self.directory / name
         try:
             with open(path, "rb", buffering=0) as stream:
-                size = os.fstat(stream.fileno()).st_size
+                found = os.fstat(stream.fileno()).st_size
                 stream.seek(first)
                 content = stream.read(last - first)
         except OSError as error:
             raise DataError(f"cannot read {path} any more: {error.strerror}") from error
-        if size != file.size or len(content) != last - first:
+        if found != size or len(content) != last - first:
             raise DataError(
-                f"{path} had {file.size:,} bytes when the run started and has {size:,} now;"
+                f"{path} had {size:,} bytes when the run started and has {found:,} now;"
                 " training data must not change during a run"
             )
         return content

@@ -107,8 +107,8 @@ def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
         directory, files = text_files(data, location)
     except ConfigError:
         return  # reported when the data is loaded; where it works, its files are missing here
-    for file in files:
-        yield f"{location or 'standard library'}/{file.name}", directory / file.name
+    for name in files:
+        yield f"{location or 'standard library'}/{name}", directory / name
 
 
 def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:

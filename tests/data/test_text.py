@@ -56,7 +56,7 @@ def test_samples_are_windows_of_the_joined_bytes(
 def test_files_are_sorted_and_empty_ones_omitted(tmp_path: Path) -> None:
     write(tmp_path, {"b.py": b"bb", "a/z.py": b"z", "a.py": b"", "a/b/c.py": b"ccc", "x.md": b"x"})
     files = list_text_files(tmp_path, "**/*.py")
-    assert [(f.name, f.size) for f in files] == [("a/b/c.py", 3), ("a/z.py", 1), ("b.py", 2)]
+    assert [*files.items()] == [("a/b/c.py", 3), ("a/z.py", 1), ("b.py", 2)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_patterns(tmp_path: Path, pattern: str, expected: set[str]) -> None:
             ["a.py", "b.py", "d/a.py", "d/e/a.py", "d/e/note.md", ".hidden.py", ".git/a.py"], b"1"
         ),
     )
-    assert {f.name for f in list_text_files(tmp_path, pattern)} == expected
+    assert {*list_text_files(tmp_path, pattern)} == expected
 
 
 @pytest.mark.parametrize("pattern", ["[z-a].py", "[\\d].py", "[!].py"])
@@ -93,7 +93,7 @@ def test_skipped_directories_and_pipes_are_omitted(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": b"1", "site-packages/b.py": b"1"})
     os.mkfifo(tmp_path / "pipe.py")
     (tmp_path / "dead.txt").symlink_to(tmp_path / "nowhere")
-    assert [f.name for f in list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
+    assert [*list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
 
 
 @pytest.mark.parametrize("target", ["nowhere", "d.py"])
@@ -127,7 +127,7 @@ def test_directory_without_a_match_is_refused(tmp_path: Path) -> None:
 
 def test_record_files_are_refused_as_text(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"1", "b/c.jsonl": b'{"text": "1"}'})
-    assert [file.name for file in list_text_files(tmp_path, "*.txt")] == ["a.txt"]
+    assert [*list_text_files(tmp_path, "*.txt")] == ["a.txt"]
     with pytest.raises(ConfigError, match=r"b/c\.jsonl holds records.* `distmp data tokenize`"):
         list_text_files(tmp_path, "**/*")
 
