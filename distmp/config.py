@@ -45,48 +45,45 @@ _MAX_TIMEOUT_MINUTES = 14 * 24 * 60
 # A run ends after this many consecutive skipped steps.
 MAX_CONSECUTIVE_SKIPS = 50
 
-_ACCUMULATION = (
-    "follows from other settings: each rank runs batch.global_batch_size / (batch.microbatch_size "
-    "x ranks) microbatches per step"
-)
-_EPOCHS = (
-    "a run is as long as its number of steps; set steps to epochs x samples / "
-    "batch.global_batch_size"
-)
-_BATCH = (
-    "set batch.global_batch_size, the samples of a step over all ranks, and batch.microbatch_size, "
-    "those of one forward on a rank"
-)
-_RANKS = "the launcher starts the ranks; run `distmp launch --nproc-per-node N -- OPTIONS`"
-_POLICY = "set precision.policy, for example to bf16"
 # Advice for names of settings in other tools, and for values in place of sections.
 _ADVICE = {
-    **dict.fromkeys(
-        ("batch", "batch_size", "batchsize", "micro_batch_size", "per_device_train_batch_size"),
-        _BATCH,
-    ),
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
-    **dict.fromkeys(
-        ("accumulate_grad_batches", "grad_accum_steps", "gradient_accumulation_steps"),
-        _ACCUMULATION,
-    ),
-    **dict.fromkeys(("precision", "bf16", "fp16", "dtype", "mixed_precision"), _POLICY),
-    **dict.fromkeys(("devices", "gpus", "nproc_per_node"), _RANKS),
-    **dict.fromkeys(("data", "dataset"), "set data.source and data.path"),
-    **dict.fromkeys(("block_size", "max_length", "seq_len"), "set data.sequence_length"),
-    **dict.fromkeys(("eval_every", "eval_steps"), "set validation.every"),
-    **dict.fromkeys(("save_every", "save_steps"), "set checkpoint.every"),
-    **dict.fromkeys(("scheduler", "lr_scheduler"), "set schedule.name"),
-    "learning_rate": "set optim.lr",
-    "optimizer": "set optim.name",
-    "model": "set model.name, or model.size for another size of distmp's transformer",
-    "output_dir": "set run_dir",
-    "lora": "set model.peft",
-    "wandb": "set log.trackers",
-    "ema": "set ema.decay; 0 disables it",
-    "early_stopping": "set early_stopping.patience; 0 disables it",
-    "rank_consistency": "set rank_consistency.every; 0 disables it",
-    "validation": "set validation.every and validation.samples; data.held_out = 0 disables it",
+    name: advice
+    for names, advice in {
+        "batch batch_size batchsize micro_batch_size per_device_train_batch_size": (
+            "set batch.global_batch_size, the samples of a step over all ranks, and "
+            "batch.microbatch_size, those of one forward on a rank"
+        ),
+        "epochs max_epochs num_epochs num_train_epochs": (
+            "a run is as long as its number of steps; set steps to epochs x samples / "
+            "batch.global_batch_size"
+        ),
+        "accumulate_grad_batches grad_accum_steps gradient_accumulation_steps": (
+            "follows from other settings: each rank runs batch.global_batch_size / "
+            "(batch.microbatch_size x ranks) microbatches per step"
+        ),
+        "precision bf16 fp16 dtype mixed_precision": "set precision.policy, for example to bf16",
+        "devices gpus nproc_per_node": (
+            "the launcher starts the ranks; run `distmp launch --nproc-per-node N -- OPTIONS`"
+        ),
+        "data dataset": "set data.source and data.path",
+        "block_size max_length seq_len": "set data.sequence_length",
+        "eval_every eval_steps": "set validation.every",
+        "save_every save_steps": "set checkpoint.every",
+        "scheduler lr_scheduler": "set schedule.name",
+        "learning_rate": "set optim.lr",
+        "optimizer": "set optim.name",
+        "model": "set model.name, or model.size for another size of distmp's transformer",
+        "output_dir": "set run_dir",
+        "lora": "set model.peft",
+        "wandb": "set log.trackers",
+        "ema": "set ema.decay; 0 disables it",
+        "early_stopping": "set early_stopping.patience; 0 disables it",
+        "rank_consistency": "set rank_consistency.every; 0 disables it",
+        "validation": (
+            "set validation.every and validation.samples; data.held_out = 0 disables it"
+        ),
+    }.items()
+    for name in names.split()
 }
 
 _NOTATION = "write 'module:callable', or {name: module:callable, options: {NAME: VALUE}}"

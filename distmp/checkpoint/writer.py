@@ -68,7 +68,7 @@ class CheckpointWriter:
         world: The ranks.
         timeout_seconds: Timeout of a collective of a save, in seconds.
         log: Prints a message on rank 0.
-        on_saved: Called with the duration in seconds of each successful save.
+        on_saved: Called with the step and the seconds of each successful save.
         permit: Raises a `DistmpError` if this job must not write any more; called on rank 0.
         overwrite: Whether `save` with `wait` writes a step again that is saved already.
 
@@ -85,7 +85,7 @@ class CheckpointWriter:
         *,
         timeout_seconds: float,
         log: Callable[[str], None],
-        on_saved: Callable[[float], object] = lambda seconds: None,
+        on_saved: Callable[[int, float], object] = lambda step, seconds: None,
         permit: Callable[[], None] = lambda: None,
         overwrite: bool = False,
     ) -> None:
@@ -306,7 +306,7 @@ class CheckpointWriter:
         self._failure = problem
         if problem is None:
             self.saved_step = step
-            self._on_saved(seconds)
+            self._on_saved(step, seconds)
             return
         if self._world.rank == 0:
             self._discard(step)

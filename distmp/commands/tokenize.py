@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -64,25 +64,15 @@ class Encoder:
     """Turns documents into token ids.
 
     Attributes:
-        name: Name of the tokenizer.
+        metadata: The tokenizer and its ids, without files. `end_of_text` is appended to each
+            document.
         tokenizer: The tokenizer of transformers; None for bytes.
-        vocabulary_size: Number of ids.
-        end_of_text: Id that is appended to each document.
         directory: Directory of the tokenizer; None for bytes.
-        sha256: Hash of the definition of the tokenizer, hexadecimal; None for bytes.
     """
 
-    name: str
-    tokenizer: Any
-    vocabulary_size: int
-    end_of_text: int
+    metadata: TokenMetadata
+    tokenizer: Any = None
     directory: Path | None = None
-    sha256: str | None = None
-
-    @property
-    def dtype(self) -> str:
-        """Smallest type of the ids in a file."""
-        return "uint16" if self.vocabulary_size <= 2**16 else "uint32"
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. Names of special tokens in a text are encoded as text."""
@@ -97,19 +87,20 @@ class Encoder:
         )
         return cast("list[list[int]]", encoded["input_ids"])
 
-    def documents(self, texts: list[str]) -> dict[str, list[list[int]]]:
+    def documents(self, texts: list[str]) -> dict[str, Any]:
         """Return the ids of each text that has any, followed by that of the end of the text.
 
         Raises:
             ValueError: If a document contains the end of the text.
         """
+        end = self.metadata.end_of_text
         encoded = [ids for ids in self.encode(texts) if ids]
-        if any(self.end_of_text in ids for ids in encoded):
+        if any(end in ids for ids in encoded):
             raise ValueError(
-                f"a document contains the end-of-text token {self.end_of_text} of the tokenizer; "
-                "use a special token as its eos_token"
+                f"a document contains the end-of-text token {end} of the tokenizer; use a special "
+                "token as its eos_token"
             )
-        return {"ids": [[*ids, self.end_of_text] for ids in encoded]}
+        return {"ids": [[*ids, end] for ids in encoded]}
 
 
 def load_encoder(tokenizer: str) -> Encoder:
@@ -122,7 +113,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        return Encoder(BYTES, None, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
+        return Encoder(described(BYTES, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE))
     directory = Path(tokenizer).expanduser()
     problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
     require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
@@ -140,7 +131,13 @@ def load_encoder(tokenizer: str) -> Encoder:
     size = max(loaded.get_vocab().values()) + 1
     digest = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()
     loaded.split_special_tokens = True
-    return Encoder(directory.resolve().name, loaded, size, loaded.eos_token_id, directory, digest)
+    metadata = described(directory.resolve().name, size, loaded.eos_token_id, digest)
+    return Encoder(metadata, loaded, directory)
+
+
+def described(name: str, size: int, end: int, sha256: str | None = None) -> TokenMetadata:
+    """Return the metadata of a tokenizer, without files; ids have the smallest type."""
+    return TokenMetadata("uint16" if size <= 2**16 else "uint32", size, {}, end, name, sha256)
 
 
 def _parse(argv: list[str]) -> Namespace:
@@ -293,7 +290,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
-    dtype = np.dtype(encoder.dtype).newbyteorder("<")
+    dtype = np.dtype(encoder.metadata.dtype).newbyteorder("<")
     tokens = 0
     with open(directory / _TOKENS, "wb") as file:
         for batch in encoded.with_format("numpy").iter(1000):
@@ -304,13 +301,5 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
         # Runs copy it to the models that they export.
         (directory / huggingface_files.SUBDIRECTORY).mkdir()
         huggingface_files.copy(encoder.directory, directory / huggingface_files.SUBDIRECTORY)
-    return TokenMetadata(
-        dtype=encoder.dtype,
-        vocabulary_size=encoder.vocabulary_size,
-        end_of_text=encoder.end_of_text,
-        tokenizer=encoder.name,
-        tokenizer_sha256=encoder.sha256,
-        documents=len(encoded),
-        tokens=tokens,
-        files={_TOKENS: tokens},
-    )
+    files = {_TOKENS: tokens}
+    return replace(encoder.metadata, documents=len(encoded), tokens=tokens, files=files)

@@ -27,7 +27,7 @@ from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.imports import check_arguments
-from distmp.utils.tensor_trees import leaves
+from distmp.utils.tensor_trees import tensors_in
 
 LIST_ADVICE = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
 LOSS_CONTRACT = (
@@ -112,8 +112,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
 
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch has been written to."""
-    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return [tensor._version for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
 def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import psutil
 
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, restore_handlers
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
+from distmp.utils.processes import holds_within
 
 _ORDERLY = (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 
@@ -121,10 +121,9 @@ class OrderlyStop:
             self._kill_ranks(number, frame)
         # The exit of the first rank must not wait for those that have no signal yet.
         self._in_handler, was_in_handler = True, self._in_handler
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, number)
-        _continue(ranks)
+        _send(os.kill, ranks, number)
+        # Ranks that are stopped (SIGSTOP) would not handle other signals.
+        _send(os.killpg, ranks, signal.SIGCONT)
         self._in_handler = was_in_handler
         self._on_child_exit(number, frame)
 
@@ -136,9 +135,7 @@ class OrderlyStop:
         self.killed = True
         # The exit of the first rank calls `_on_child_exit` here, before the next one is killed.
         self._in_handler = True
-        for rank in running_ranks():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank, signal.SIGKILL)
+        _send(os.killpg, running_ranks(), signal.SIGKILL)
         self._end_torchrun()
 
     def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
@@ -147,7 +144,7 @@ class OrderlyStop:
             return
         codes = _exit_codes()
         if any(codes.values()):  # torchrun ends the others by SIGTERM
-            _continue(codes)
+            _send(os.killpg, codes, signal.SIGCONT)
         if self.received is None and (
             died := [code for code in codes.values() if code in _REQUESTS]
         ):
@@ -156,12 +153,9 @@ class OrderlyStop:
         if not orderly and (self.received is None or set(codes.values()) <= {None}):
             return
         self._in_handler = True
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while None in codes.values() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            codes = _exit_codes()
+        holds_within(lambda: None not in _exit_codes().values(), _EXIT_SECONDS)
         self._in_handler = False
-        self._codes = {code for code in codes.values() if code is not None}
+        self._codes = {code for code in _exit_codes().values() if code is not None}
         if self._codes != {0}:
             self._end_torchrun()
 
@@ -182,11 +176,11 @@ def running_ranks() -> list[int]:
     return ranks
 
 
-def _continue(ranks: Iterable[int]) -> None:
-    """Continue ranks that are stopped (SIGSTOP), and would not handle other signals."""
+def _send(send: Callable[[int, int], None], ranks: Iterable[int], number: int) -> None:
+    """Send a signal to each rank that is left, or to its process group."""
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank, signal.SIGCONT)
+            send(rank, number)
 
 
 def _is_stopped(rank: int) -> bool:

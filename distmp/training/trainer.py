@@ -140,17 +140,11 @@ class Trainer(TrainingLoop):
                 callback.setup(self)
             self.world.ranks.all_or_none(self.states.check)
             if self.checkpoint is not None:
-                self._restore_callbacks(self.checkpoint)
+                self.states.restore(self.checkpoint, self.console.message)
                 self.checkpoint = None
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
-
-    def _restore_callbacks(self, checkpoint: StoredCheckpoint) -> None:
-        """Load the states of callbacks. Collective over all ranks."""
-        message = self.states.restore(checkpoint)
-        if message is not None:
-            self.console.message(message)
 
     def _exit_of(self, callback: Callback) -> Callable[..., None]:
         def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -248,7 +242,7 @@ class Trainer(TrainingLoop):
         writer = self.checkpointing.writer
         writer.finish()
         checkpoint, done = self._load_earlier(result)
-        self._restore_callbacks(checkpoint)
+        self.states.restore(checkpoint, self.console.message)
         writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
         if self._finished_early is not None:  # after a step that the rollback has reverted

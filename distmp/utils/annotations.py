@@ -72,6 +72,11 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def nested(annotation: Any) -> list[type[Any]]:
+    """Return the dataclasses among the members of an annotation."""
+    return [cast("type[Any]", m) for m in members_of(annotation) if dataclasses.is_dataclass(m)]
+
+
 def accepts(annotation: Any, value: Any) -> bool:
     """Return whether a value has an annotated type; False for dataclasses.
 
@@ -190,12 +195,8 @@ def _rules(
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"
         rule = field.metadata.get(_KEY, inherited)
-        sections = [
-            cast("type[Any]", member)
-            for member in members_of(annotations[field.name])
-            if dataclasses.is_dataclass(member)
-        ]
-        for section in sections:
+        inner = nested(annotations[field.name])
+        for section in inner:
             yield from _rules(section, f"{name}.", rule)
-        if not sections and rule is not None:
+        if not inner and rule is not None:
             yield name, rule

@@ -83,21 +83,17 @@ def collective(frame: FrameType | None) -> str:
     A collective is a function in torch's `distributed_c10d`, or a call of `wait` on the work that
     such a function returned.
     """
-    if frame is None:
-        return ""
     name = ""
     for inner in outwards(frame):
         file = inner.f_code.co_filename
         if file.endswith("torch/distributed/distributed_c10d.py"):
             name = inner.f_code.co_name
-        elif "torch/distributed/c10d_logger.py" in file:
-            continue
-        elif name:
-            return f"{name} ({_place(inner)})"
-        else:
-            line = linecache.getline(file, inner.f_lineno)
-            waits = ".wait(" in line and "/torch/utils/data/" not in file
-            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
+        elif "torch/distributed/c10d_logger.py" not in file:
+            if not name:
+                line = linecache.getline(file, inner.f_lineno)
+                waits = ".wait(" in line and "/torch/utils/data/" not in file
+                name = "work.wait" if waits and "threading" not in file else ""
+            return f"{name} ({_place(inner)})" if name else ""
     return name
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,9 +63,7 @@ def thread_seconds(thread_id: int) -> float:
 
 def lower_priority() -> None:
     """Lower the scheduling priority of this thread."""
-    thread = threading.get_native_id()
-    nice = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)
+    os.nice(NICENESS)  # on Linux, the nice value is that of a thread
 
 
 def child_seconds() -> float:

@@ -67,6 +67,11 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield leaf
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, see `map_tensors`."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that casts floating-point tensors and returns others unchanged."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distmp import cli
-from distmp.commands.tokenize import Encoder, load_encoder
+from distmp.commands.tokenize import described, load_encoder
 from distmp.config import load
 from distmp.data.datasets import build_datasets
 from distmp.data.settings import DataConfig
@@ -238,11 +238,12 @@ def test_tokenizer_without_end_of_text_is_refused(tokenizer: Path, tmp_path: Pat
 def test_text_containing_end_of_text_is_refused(tokenizer: Path) -> None:
     """A token such as "the" is no special token, and occurs in texts."""
     encoder = load_encoder(str(tokenizer))
-    encoder = replace(encoder, end_of_text=encoder.encode(["the"])[0][0])
+    end = encoder.encode(["the"])[0][0]
+    encoder = replace(encoder, metadata=replace(encoder.metadata, end_of_text=end))
     with pytest.raises(ValueError, match="a document contains the end-of-text token"):
         encoder.documents(TEXTS)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_token_dtype_follows_vocabulary_size(size: int, dtype: str) -> None:
-    assert Encoder("x", None, size, 0).dtype == dtype
+    assert described("x", size, 0).dtype == dtype

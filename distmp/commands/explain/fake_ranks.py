@@ -21,7 +21,6 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.distributed import rank_monitor
@@ -30,6 +29,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
+from distmp.utils.tensor_trees import tensors_in
 
 # Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
 # the host may read them.
@@ -49,7 +49,7 @@ class FakeRanks(TorchDispatchMode):
         if func.namespace == "c10d":
             return communicate(func, args)
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item()
         if func is aten._pin_memory.default and isinstance(args[0], FakeTensor):

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.parallel.blocks import find_blocks, outermost
@@ -22,7 +21,7 @@ from distmp.quantization.operands import FORMATS, Operand
 from distmp.quantization.products import Product
 from distmp.quantization.selection import select
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import parameter_name
+from distmp.utils.tensor_trees import parameter_name, tensors_in
 
 NO_MODULE = "(outside of modules)"
 
@@ -239,14 +238,7 @@ class DtypeRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KIND.get(func.overloadpacket.__name__)
         if kind is not None and not self._in_low_precision_matmul:
-            self._record(
-                kind,
-                [
-                    leaf.dtype
-                    for leaf in pytree.tree_leaves(args)
-                    if isinstance(leaf, Tensor) and leaf.is_floating_point()
-                ],
-            )
+            self._record(kind, [t.dtype for t in tensors_in(args) if t.is_floating_point()])
         return func(*args, **(kwargs or {}))
 
     def _record(self, kind: str, inputs: list[torch.dtype]) -> None:

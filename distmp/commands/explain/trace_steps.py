@@ -23,6 +23,7 @@ from distmp.quantization.layers import LowPrecisionLayers
 from distmp.training.components import ModelAndData, Progress, build_engine, training_batches
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.live_bytes import LiveBytes
+from distmp.utils.tensor_trees import tensors_in
 
 # Name of the c10d operation: name of the collective, and its cost factor. With a ring algorithm on
 # n ranks, a rank sends factor * (n - 1) / n bytes for each byte of the full tensor.
@@ -106,11 +107,11 @@ def started(func: Any, args: Any) -> Collective | None:
     name = func.overloadpacket.__name__
     if func.namespace != "c10d" or name not in KINDS:
         return None
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(args)
     # Base operations take (output, input), list operations (outputs, inputs): the larger side is
     # the full tensor.
     if name == "allgather_":
-        elements = sum(tensor.numel() for tensor in pytree.tree_leaves(args[0]))
+        elements = sum(tensor.numel() for tensor in tensors_in(args[0]))
     elif name in ("allreduce_", "broadcast_"):
         elements = sum(tensor.numel() for tensor in tensors)
     else:
@@ -270,7 +271,7 @@ def trace_steps(
     if microbatches is not None:
         # Memory also holds the microbatches that were not run, and those of earlier steps.
         kept_steps = 1 + STEPS_KEPT
-        microbatch_bytes = _size(batch) / len(batch)
+        microbatch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch)) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
     return StepTrace(
         engine.strategy_reason,
@@ -340,7 +341,3 @@ class _PhaseTracker:
         for use in (memory_parts.PARTIAL_SUMS, memory_parts.GRADIENTS):
             self._memory.label(tensors[use], use)
         return tensors[memory_parts.GRADIENTS]
-
-
-def _size(batch: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from distmp.engine.checkpoints import StateToSave, described_optimizer
 from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
-from distmp.training.run import Run
 from distmp.training.run_fingerprint import changes_since
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.flat_shard import FlatShard
@@ -37,23 +36,22 @@ class Checkpointing(Callback):
     A rollback uses it too: `writer` waits for a save, and `save_now` saves the new data position.
 
     Args:
-        run: The run, in its state before the first step.
+        run: The training loop, in its state before the first step.
         states: The states of all callbacks.
 
     Attributes:
         writer: Writes checkpoints in the background.
     """
 
-    def __init__(self, run: Run, states: CallbackStates) -> None:
+    def __init__(self, run: TrainingLoop, states: CallbackStates) -> None:
         self._states = states
-        self._fingerprint = run.fingerprint
         self.writer = CheckpointWriter(
             run.config.checkpoint,
             run.directory.checkpoints,
             run.world,
             timeout_seconds=60 * run.config.timeout_minutes,
             log=run.console.message,
-            on_saved=self._note_save,
+            on_saved=run.report_save,
             permit=lambda: None if run.lease is None else run.lease.check(),
         )
         self.writer.guard(run.engine.optimizer)
@@ -62,7 +60,6 @@ class Checkpointing(Callback):
             same_run = not changes_since(run.checkpoint.numbers, run.fingerprint).dangerous
             saved = same_run and run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
-        self._trainer: TrainingLoop | None = None
         # The step after which this process started.
         self._first_step = run.progress.step
         self._is_prepared = False
@@ -71,7 +68,6 @@ class Checkpointing(Callback):
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Start the writer; save once where a rollback may need a checkpoint."""
-        self._trainer = trainer
         self.writer.__enter__()
         if trainer.config.divergence.rolls_back and self.writer.saved_step is None:
             self._save(trainer)
@@ -169,14 +165,10 @@ class Checkpointing(Callback):
         numbers = {
             **dataclasses.asdict(trainer.progress),
             **described_optimizer(trainer.engine),
-            **self._fingerprint,
+            **trainer.fingerprint,
             **self._states.numbers(),
         }
         return step, tensors, numbers, held, health
-
-    def _note_save(self, seconds: float) -> None:
-        if self._trainer is not None and self.writer.saved_step is not None:
-            self._trainer.report_save(self.writer.saved_step, seconds)
 
 
 def _saves_later(trainer: TrainingLoop, step: int) -> bool:
@@ -286,14 +278,15 @@ class CallbackStates:
             if values:
                 yield name, values
 
-    def restore(self, checkpoint: StoredCheckpoint) -> str | None:
+    def restore(self, checkpoint: StoredCheckpoint, log: Callable[[str], object]) -> None:
         """Load the states in a checkpoint. Collective over all ranks.
 
         Sharded tensors are loaded in place into those that `state_dict` returns, all others into
         new tensors.
 
-        Returns:
-            A message if the checkpoint has the states of other callbacks than this run.
+        Args:
+            checkpoint: The checkpoint.
+            log: Receives a message if it has the states of other callbacks than this run.
 
         Raises:
             CheckpointError: If the checkpoint cannot be read, or a sharded tensor has another
@@ -317,7 +310,8 @@ class CallbackStates:
         for name, callback in self._callbacks.items():
             if name in stored:
                 callback.load_state_dict({**values.get(name, {}), **tensors.get(name, {})})
-        return _difference(checkpoint, live.keys() - stored, stored - self._callbacks.keys())
+        if parts := [*_differences(live.keys() - stored, stored - self._callbacks.keys())]:
+            log(f"{checkpoint}: the checkpoint {' and '.join(parts)} (callbacks)")
 
     def _states(self) -> dict[str, State]:
         states = {name: callback.state_dict() for name, callback in self._callbacks.items()}
@@ -369,12 +363,8 @@ def _unsuitable(values: State) -> str | None:
     )
 
 
-def _difference(
-    checkpoint: StoredCheckpoint, lacking: Collection[str], unused: Collection[str]
-) -> str | None:
-    parts = []
+def _differences(lacking: Collection[str], unused: Collection[str]) -> Iterator[str]:
     if lacking:
-        parts.append(f"has no state of {listed(sorted(lacking))}, which starts from scratch")
+        yield f"has no state of {listed(sorted(lacking))}, which starts from scratch"
     if unused:
-        parts.append(f"has the state of {listed(sorted(unused))}, which this run does not have")
-    return f"{checkpoint}: the checkpoint {' and '.join(parts)} (callbacks)" if parts else None
+        yield f"has the state of {listed(sorted(unused))}, which this run does not have"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
-from distmp.data.loading import is_stream
+from distmp.data.streams import length_of
 from distmp.errors import ConfigError, nearest, require
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
@@ -48,11 +48,9 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
 
 
 def _early_stopping(run: Run, checkpointing: Checkpointing) -> list[Callback]:
-    if not run.config.early_stopping.patience:
-        return []
-    dataset = run.model_and_data.datasets.validation
-    held_out = None if dataset is None or is_stream(dataset) else len(dataset)
-    return [EarlyStopping(run.config, checkpointing, held_out)]
+    held_out = length_of(run.model_and_data.datasets.validation)
+    stopping = EarlyStopping(run.config, checkpointing, held_out)
+    return [stopping] if run.config.early_stopping.patience else []
 
 
 def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:

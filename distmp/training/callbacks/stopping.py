@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -100,10 +101,8 @@ class EarlyStopping(Callback):
         self._checkpointing = checkpointing
         self._config = config.early_stopping
         settings = (config.validation.final_samples, config.validation.samples)
-        if held_out is None:
-            self._final_counts = settings[0] == settings[1]
-        else:
-            self._final_counts = len({min(n or held_out, held_out) for n in settings}) == 1
+        most = math.inf if held_out is None else held_out
+        self._final_counts = len({min(n or most, most) for n in settings}) == 1
         self._best: float | None = None
         self._best_step = 0
         self._last_step = 0

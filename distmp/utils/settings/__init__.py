@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from distmp.errors import ConfigError, closest, listed, nearest
-from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of
+from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of, nested
 
 T = TypeVar("T")
 
@@ -67,9 +67,8 @@ def setting_annotations(cls: type[Any], where: str = "") -> dict[str, Any]:
     for name, annotation in field_annotations(cls).items():
         full = join(where, name)
         annotations[full] = annotation
-        for member in members_of(annotation):
-            if dataclasses.is_dataclass(member):
-                annotations |= setting_annotations(cast("type[Any]", member), full)
+        for section in nested(annotation):
+            annotations |= setting_annotations(section, full)
     return annotations
 
 

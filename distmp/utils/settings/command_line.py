@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin
 
 from distmp.errors import ConfigError
-from distmp.utils.annotations import accepts, expected, members_of
+from distmp.utils.annotations import accepts, expected, members_of, nested
 from distmp.utils.files import located
 from distmp.utils.settings import from_mapping, section_advice, setting_annotations
 from distmp.utils.settings.yaml_files import as_line, from_line, read_yaml
@@ -170,7 +170,7 @@ def _as_yaml() -> ConstructorRegistry:
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if any(dataclasses.is_dataclass(member) for member in members_of(info.type)):
+        if nested(info.type):
             return None
         return PrimitiveConstructorSpec(
             nargs=1,
