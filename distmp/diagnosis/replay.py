@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -93,9 +94,9 @@ class Probe:
     def __enter__(self) -> Probe:
         for name, module in self.units:
             self._watch_parameters(name, module)
-            self._keep(module.register_forward_pre_hook(self._entry_hook(name)))
+            self._keep(module.register_forward_pre_hook(partial(self._watch_parameters, name)))
         for name, module in self.module.named_modules():
-            hook = self._output_hook(name)
+            hook = partial(self._check_output, name)
             self._keep(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
@@ -117,32 +118,26 @@ class Probe:
     def _keep(self, handle: Any) -> None:
         self._hooks.callback(handle.remove)
 
-    def _entry_hook(self, name: str) -> Any:
-        return lambda module, args: self._watch_parameters(name, module)
-
-    def _watch_parameters(self, unit: str, module: nn.Module) -> None:
+    def _watch_parameters(self, unit: str, module: nn.Module, *_: object) -> None:
         """Add hooks to the parameters that are gathered now and have none yet."""
         for local_name, parameter in module.named_parameters():
             sharded = is_traceable_wrapper_subclass(parameter)
             if sharded or not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             self._watched[id(parameter)] = parameter
-            name = _joined(unit, local_name)
+            name = f"{unit}.{local_name}".lstrip(".")
             self._check_finite(name, parameter)
-            self._keep(parameter.register_hook(self._gradient_hook(name)))
+            self._keep(parameter.register_hook(partial(self._check_gradient, name)))
 
     def _check_finite(self, name: str, parameter: Tensor) -> None:
         if name not in self.bad_parameters and count_non_finite(parameter.detach()):
             self.bad_parameters.append(name)
 
-    def _gradient_hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def check(gradient: Tensor) -> None:
-            if gradient.numel():
-                self._summaries[name] = _summary(gradient)
-                self._count(gradient)
-
-        return check
+    @torch.no_grad()
+    def _check_gradient(self, name: str, gradient: Tensor) -> None:
+        if gradient.numel():
+            self._summaries[name] = _summary(gradient)
+            self._count(gradient)
 
     def _count(self, gradient: Tensor) -> None:
         self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
@@ -155,20 +150,19 @@ class Probe:
                 self._latest_output = tensor
                 tensor.register_hook(self._count)
 
-    def _output_hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.activations:
-                self._watch_outputs(output)
-            if self.forward is None and count_non_finite(output):
-                bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
-                self.forward = attribution.ForwardOverflow(name, "input" if bad_input else "output")
-                for local_name, parameter in module.named_parameters(recurse=False):
-                    # The parameter may have been written to since the beginning of forward.
-                    if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
-                        self._check_finite(_joined(name, local_name), parameter)
-
-        return check
+    @torch.no_grad()
+    def _check_output(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        if self.activations:
+            self._watch_outputs(output)
+        if self.forward is None and count_non_finite(output):
+            bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
+            self.forward = attribution.ForwardOverflow(name, "input" if bad_input else "output")
+            for local_name, parameter in module.named_parameters(recurse=False):
+                # The parameter may have been written to since the beginning of forward.
+                if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
+                    self._check_finite(f"{name}.{local_name}".lstrip("."), parameter)
 
 
 def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
@@ -201,10 +195,6 @@ def _non_finite_in(value: Any, *, but_negative_inf: bool) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             bad = ~leaf.isfinite()
             yield bad & ~leaf.isneginf() if but_negative_inf else bad
-
-
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
 
 
 def _summary(gradient: Tensor) -> Tensor:

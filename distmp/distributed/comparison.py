@@ -26,10 +26,7 @@ FINGERPRINT_BITS = 18
 
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Return parameters, buffers and modules as text, in order, for a comparison between ranks."""
-    parameters = {
-        f"model.{entry}": value
-        for entry, value in describe_parameters(model.named_parameters()).items()
-    }
+    parameters = describe_parameters(model.named_parameters(), "model.")
     buffers = {
         f"model.buffers[{index}]": f"{name} {_describe_tensor(buffer)}"
         for index, (name, buffer) in enumerate(model.named_buffers())
@@ -40,10 +37,10 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     return parameters | buffers | modules
 
 
-def describe_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def describe_parameters(named: Iterable[tuple[str, Tensor]], prefix: str = "") -> dict[str, str]:
     """Return parameters as text, in order, for a comparison between ranks."""
     return {
-        f"parameters[{index}]": f"{name} {_describe_tensor(parameter)}"
+        f"{prefix}parameters[{index}]": f"{name} {_describe_tensor(parameter)}"
         f"{'' if parameter.requires_grad else ', frozen'}"
         for index, (name, parameter) in enumerate(named)
     }

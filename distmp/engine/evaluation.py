@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World
-from distmp.engine.setup import EngineSetup
+from distmp.engine.setup import EngineSetup, return_logits
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
 from distmp.errors import ConfigError, require
@@ -177,17 +177,11 @@ def recorded_outputs(module: nn.Module, *, active: bool) -> Iterator[list[Any]]:
     def record(_module: nn.Module, _arguments: Any, output: Any) -> None:
         outputs.append(output)
 
-    # Such a model returns the loss sum in place of logits.
-    chunked = [part for part in module.modules() if getattr(part, "takes_targets", False)]
-    for part in chunked:
-        part.takes_targets = False  # type: ignore[assignment]
-    handle = module.register_forward_hook(record)
-    try:
+    with ExitStack() as restored:
+        restored.callback(module.register_forward_hook(record).remove)
+        for part in return_logits(module):
+            restored.callback(setattr, part, "takes_targets", True)
         yield outputs
-    finally:
-        handle.remove()
-        for part in chunked:
-            part.takes_targets = True  # type: ignore[assignment]
 
 
 def _output(outputs: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.quantization.layers import LowPrecisionLayers
 from distmp.quantization.linear import ProductFormats
 from distmp.scaling.step_decision import StepDecision
@@ -74,16 +74,13 @@ class LowPrecisionMatmuls:
         Raises:
             ConfigError: If another engine, or the user, has replaced the forward of a layer.
         """
+        problem = (
+            "was replaced since the engine was built (by an assignment, or by another engine that "
+            "has the same layer), so its products would not be those of precision.policy; change a "
+            "model before you build the engine, and give each engine its own layers"
+        )
         for name, forward in _forwards(self.layers).items():
-            if forward is not self._forwards[name]:
-                raise ConfigError(
-                    "model",
-                    f"{name}.forward",
-                    "was replaced since the engine was built (by an assignment, or by another "
-                    "engine that has the same layer), so its products would not be those of "
-                    "precision.policy; change a model before you build the engine, and give each "
-                    "engine its own layers",
-                )
+            require(forward is self._forwards[name], "model", f"{name}.forward", problem)
 
     def begin_step(self, step: int) -> None:
         """Clear the statistics of the previous step, and store the formats of step `step`."""

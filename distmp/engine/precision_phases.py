@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from distmp.engine.settings import PHASES, PrecisionPhase
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.precision.notation import policy as policy_of
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import LowPrecisionLayers, product_formats
@@ -121,16 +121,13 @@ def _formats_of(phase: PrecisionPhase, policy: PrecisionPolicy) -> ProductFormat
     except ConfigError as error:
         problem = str(error).partition(": ")[2]
         raise ConfigError(f"{PHASES}.policy", phase.policy, problem) from None
-    same_matmuls = (found.scaling, found.hp) == (
-        policy.scaling,
-        policy.hp,
-    ) or not found.has_low_precision_matmuls
-    if replace(found.high_precision, name=policy.name) != policy.high_precision or not same_matmuls:
-        raise ConfigError(
-            f"{PHASES}.policy",
-            phase.policy,
-            f"differs from {policy.name}, the policy of the run, in more than forward, grad and "
-            f"wgrad; use a text such as '{policy.name},forward=bf16', or bf16 with the other keys "
-            "of the policy",
-        )
+    is_same = replace(found.high_precision, name=policy.name) == policy.high_precision
+    if found.has_low_precision_matmuls:
+        is_same &= (found.scaling, found.hp) == (policy.scaling, policy.hp)
+    problem = (
+        f"differs from {policy.name}, the policy of the run, in more than forward, grad and "
+        f"wgrad; use a text such as '{policy.name},forward=bf16', or bf16 with the other keys "
+        "of the policy"
+    )
+    require(is_same, f"{PHASES}.policy", phase.policy, problem)
     return replace(product_formats(found), scaling=policy.scaling)

@@ -92,11 +92,12 @@ def build_model(
     return module, initial_values(module, seed, world.device), seed
 
 
-def return_logits(model: nn.Module) -> None:
-    """Make models return logits: the policy would round a loss that they compute themselves."""
-    for part in model.modules():
-        if getattr(part, "takes_targets", False):
-            part.takes_targets = False  # type: ignore[assignment]
+def return_logits(model: nn.Module) -> list[nn.Module]:
+    """Make models return logits; return the modules that computed the loss sum in their place."""
+    chunked = [part for part in model.modules() if getattr(part, "takes_targets", False)]
+    for part in chunked:
+        part.takes_targets = False  # type: ignore[assignment]
+    return chunked
 
 
 logger = logging.getLogger("distmp")
@@ -189,7 +190,7 @@ def set_up(
     if world.rank == 0:
         _warn_about_policy(policy, config)
     if policy.output_dtype in SIXTEEN_BIT:
-        return_logits(model)
+        return_logits(model)  # the policy would round a loss that the model computes itself
     if config.reproducible:
         make_deterministic(world.device)
     strategy = _distribute(model, values, policy, config, world, initialize=initialize)

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.errors import ConfigError, require
-from distmp.parallel.strategy import USED_DIRECTLY, uses_shard
+from distmp.parallel.strategy import USED_DIRECTLY
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.imports import check_arguments
@@ -71,34 +71,29 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
         ConfigError: With the value received.
     """
     refuse_one_batch(microbatches, LIST_ADVICE)
+    shown = _describe(microbatches)
     valid = count is None or (type(count) is int and count >= 1)
     require(valid, "count", count, "use an integer of 1 or more, the number of microbatches")
     # The iterator of torch's loader has the length of the loader, so check the type.
-    if isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader):
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}",
-        )
+    whole = isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader)
+    problem = f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}"
+    require(not whole, "microbatches", shown, problem)
     is_usable = isinstance(microbatches, Iterable) and not isinstance(microbatches, str | Set)
-    if not is_usable or not (count or isinstance(microbatches, Sized)):
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "has no length; pass a list, or the number of microbatches: "
-            "engine.step(itertools.islice(iterator, n), count=n)",
-        )
+    problem = (
+        "has no length; pass a list, or the number of microbatches: "
+        "engine.step(itertools.islice(iterator, n), count=n)"
+    )
+    has_length = count is not None or isinstance(microbatches, Sized)
+    require(is_usable and has_length, "microbatches", shown, problem)
     listed, versions = [], []
     for batch in itertools.islice(microbatches, count and count + 1):
         listed.append(batch)
         versions.append(_versions(batch))
-    if versions != [*map(_versions, listed)]:
-        raise ConfigError(
-            "microbatches",
-            _describe(microbatches),
-            "has overwritten a microbatch while the next one was read, and a step reads all of "
-            "them first; yield new tensors, such as buffer.clone()",
-        )
+    problem = (
+        "has overwritten a microbatch while the next one was read, and a step reads all of them "
+        "first; yield new tensors, such as buffer.clone()"
+    )
+    require(versions == [*map(_versions, listed)], "microbatches", shown, problem)
     if count is not None and count != len(listed):
         found = "more" if len(listed) > count else len(listed)
         raise ConfigError("count", count, f"there are {found} microbatches; {LOADER_ADVICE}")
@@ -154,20 +149,14 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
         ConfigError: If they are not a differentiable loss of one element and a number.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ConfigError(
-            "loss", _describe(returned), f"the loss function returned this; {LOSS_CONTRACT}"
-        )
+        raise _wrong_loss(returned, f"the loss function returned this; {LOSS_CONTRACT}")
     loss, weight = returned
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise ConfigError(
-            "loss",
-            _describe(loss),
-            "is not a tensor of one floating-point number; return the sum, loss.sum()",
-        )
+        problem = "is not a tensor of one floating-point number; return the sum, loss.sum()"
+        raise _wrong_loss(loss, problem)
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ConfigError(
-            "loss",
-            _describe(loss),
+        raise _wrong_loss(
+            loss,
             "does not depend on any parameter that is trained; return a loss of the model's "
             "output without detach(), multiplied by 0 for a batch without targets (torch's "
             "checkpoint needs use_reentrant=False)",
@@ -179,6 +168,10 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
     if weight < 0:  # a call less in every microbatch
         check_weight(float(weight))
     return loss.reshape(()), float(weight)
+
+
+def _wrong_loss(value: Any, problem: str) -> ConfigError:
+    return ConfigError("loss", _describe(value), problem)
 
 
 def check_weight(weight: float) -> None:
@@ -206,7 +199,7 @@ def explain_graph_errors(policy: PrecisionPolicy | None = None) -> Iterator[None
     try:
         yield
     except RuntimeError as error:
-        if uses_shard(error):
+        if "mixed torch.Tensor and DTensor" in str(error):
             raise ConfigError("loss", "DTensor", USED_DIRECTLY) from error
         if "out of bounds for storage of size 0" in str(error):
             raise ConfigError("loss", "graph without its parameters", RESHARDED) from error

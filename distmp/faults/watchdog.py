@@ -23,8 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -59,8 +58,7 @@ _ENDING = "ending"
 logger = logging.getLogger("distmp")
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """Why the ranks of a run end.
 
     Attributes:
@@ -76,7 +74,7 @@ class Ending:
 
 def ending_of(store: Store) -> Ending | None:
     """Return why a run ended or ends, from the store of its watchdogs; None if it continues."""
-    return Ending(**json.loads(store.get(_ENDING))) if store.check([_ENDING]) else None
+    return Ending(*json.loads(store.get(_ENDING))) if store.check([_ENDING]) else None
 
 
 class Watchdog(RankMonitor):
@@ -131,14 +129,12 @@ class Watchdog(RankMonitor):
         self._phase.restart()
         faulthandler.register(STACK_SIGNAL, file=2)
         if self._store_address is not None:
+            host, port = self._store_address
             with contextlib.suppress(OSError):
-                address = source_address(self._store_address[0])
-                self.process = self.process._replace(address=address)
+                self.process = self.process._replace(address=source_address(host))
+            threading.Thread(target=self._watch_store, args=(host, port), daemon=True).start()
         self._beat()
         self.start()
-        if self._store_address:
-            arguments = (self._store_address,)
-            threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended, with or without an error."""
@@ -157,7 +153,7 @@ class Watchdog(RankMonitor):
 
     def end_run(self, ending: Ending) -> bool:
         """Publish why the run ends; return whether this rank was the first to do so."""
-        text = json.dumps(asdict(ending))
+        text = json.dumps(ending)
         return bool(self._store.compare_set(_ENDING, "", text) == text.encode())
 
     def ending(self) -> Ending | None:
@@ -291,9 +287,8 @@ class Watchdog(RankMonitor):
             self._store.add("silent", 1 if is_silent else -1)
         if silence < LINK_SECONDS or rank in self._on_machine or self.has_left(rank):
             return
-        if (process := self.process_of(rank)) is None:
-            return
-        if process.address and not responds(process.address):
+        process = self.process_of(rank)
+        if process and process.address and not responds(process.address):
             processes = {other: self.process_of(other) for other in range(self.world_size)}
             ranks = [r for r, one in processes.items() if one and one.host == process.host]
             cause = (
@@ -304,13 +299,13 @@ class Watchdog(RankMonitor):
             if self._end_for(rank, cause):
                 record(cause)
 
-    def _watch_store(self, address: tuple[str, int]) -> None:
+    def _watch_store(self, host: str, port: int) -> None:
         """End this rank if the machine of the store is silent, which blocks the other thread."""
         while not self._store_unused.wait(self._interval):
             silence = time.monotonic() - self._last_turn
-            if silence > LINK_SECONDS and not responds(*address):
+            if silence > LINK_SECONDS and not responds(host, port):
                 cause = (
-                    f"the machine of the launcher's store ({address[0]}) has been silent for "
+                    f"the machine of the launcher's store ({host}) has been silent for "
                     f"{silence:.0f} s and does not respond: it is down, or the connection of "
                     f"{self.process.host} to it is cut"
                 )

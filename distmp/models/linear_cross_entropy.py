@@ -95,6 +95,15 @@ def linear_cross_entropy(
     return loss_sum
 
 
+def project(
+    x: Tensor, weight: Tensor, targets: Tensor | None, backend: Backend | None = None
+) -> Tensor:
+    """Return logits, or their cross entropy with targets as a sum."""
+    if targets is None:
+        return F.linear(x, weight)
+    return linear_cross_entropy(x, weight, targets, backend)
+
+
 def check_targets(targets: Tensor, vocabulary_size: int) -> None:
     """Refuse targets outside of the vocabulary.
 
@@ -135,9 +144,7 @@ class LossHead(nn.Linear):
         Args:
             hidden: [..., dimension].
         """
-        if self.targets is None:
-            return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, self.targets, self.loss_backend)
+        return project(hidden, self.weight, self.targets, self.loss_backend)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -167,7 +174,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.saved_tensors:
-            return (*_recomputed(ctx, scale), None, None, None, None)
+            hidden, weight, targets = ctx.saved_tensors
+            product = _Product(hidden, weight, ctx.dtype, ctx.needed)
+            product.loss_sum(ctx.compute, targets, scale)
+            return (*product.gradients, None, None, None, None)
         if ctx.gradients is None:
             raise RuntimeError("this loss has been differentiated already; compute it again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -175,13 +185,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if gradient is not None:
                 gradient *= scale.reshape(1)  # of 1 dimension: 16 bits do not round it
         return (*gradients, None, None, None, None)
-
-
-def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
-    hidden, weight, targets = ctx.saved_tensors
-    product = _Product(hidden, weight, ctx.dtype, ctx.needed)
-    product.loss_sum(ctx.compute, targets, scale)
-    return product.gradients
 
 
 class _Product:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distmp.errors import ConfigError, require
-from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
+from distmp.models.linear_cross_entropy import Backend, project
 
 _STD = 0.02
 # No machine can hold a model with more.
@@ -281,15 +281,6 @@ class Transformer(nn.Module):
             return project(x, self.embedding.weight, targets, self.loss_backend)
         output: Tensor = self.head(x, targets)
         return output
-
-
-def project(
-    x: Tensor, weight: Tensor, targets: Tensor | None, backend: Backend | None = None
-) -> Tensor:
-    """Return logits, or their cross entropy with targets as a sum."""
-    if targets is None:
-        return F.linear(x, weight)
-    return linear_cross_entropy(x, weight, targets, backend)
 
 
 def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:

@@ -69,15 +69,13 @@ def build_strategy(
     check_parameters(module, policy)
     if name in settings.SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
-    if policy.kept_functions and (
-        config.activation_checkpointing != "none" or config.compile != "none"
-    ):
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            f"{policy.kept_functions[0]}()",
-            "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
-            "module and keep that, or set compile and activation_checkpointing to none",
-        )
+    unchanged = config.activation_checkpointing == config.compile == "none"
+    problem = (
+        "functions cannot be kept where blocks are compiled or recomputed; put the call into a "
+        "module and keep that, or set compile and activation_checkpointing to none"
+    )
+    for function in policy.kept_functions:
+        require(unchanged, "precision.policy.keep_fp32", f"{function}()", problem)
     if name not in settings.SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation.shard_optimizer:

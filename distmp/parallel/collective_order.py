@@ -215,18 +215,13 @@ class _Waiting:
 
         Such a rank will not reach the comparison.
         """
-        waiting = {
-            rank: status
-            for rank, status in absent.items()
-            if status is not None
-            and status.waits_in
+        before, self._waiting = self._waiting, {}
+        for rank, status in absent.items():
             # Not in a collective of the user's code before this call of the engine.
-            and status.engine_calls >= self._monitor.own.engine_calls
-        }
-        before, self._waiting = self._waiting, {r: s.collectives for r, s in waiting.items()}
-        for rank, status in waiting.items():
-            if before.get(rank) == status.collectives:
-                return f"rank {rank} waits in {status.waits_in}"
+            if status and status.waits_in and status.engine_calls >= self._monitor.own.engine_calls:
+                if before.get(rank) == status.collectives:
+                    return f"rank {rank} waits in {status.waits_in}"
+                self._waiting[rank] = status.collectives
         return ""
 
 

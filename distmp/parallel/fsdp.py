@@ -81,7 +81,7 @@ from distmp.parallel.fsdp_collectives import AllGather, ReduceScatter
 from distmp.parallel.materialize import InitialValues, materialize, materialize_shards
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.builders import cast_inputs_and_outputs
-from distmp.precision.keep import cast_buffers, keep_in_fp32, refuse_pickling
+from distmp.precision.keep import cast_buffers, keep_in_fp32, refuse_pickling, with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import is_dtensor
@@ -154,11 +154,11 @@ class FullySharded(strategy.Strategy):
         self.module = module
         strategy.move_to(module, world.device)
         strategy.make_contiguous(module.parameters())
-        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.store_parameters(module)
         strategy.broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
-        strategy.sixteen_bit_parameters(module, policy.param_dtype, except_for=kept)
+        strategy.store_parameters(module, policy.param_dtype, except_for=kept)
         mesh = fsdp_setup.device_mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
         ties = fsdp_setup.tied_names(module)
@@ -339,7 +339,7 @@ class FullySharded(strategy.Strategy):
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
         units = self.units()
         order = CollectiveOrder(world, [name for name, _ in units])
-        in_fp32 = fsdp_setup.with_submodules(kept)
+        in_fp32 = with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype

@@ -211,7 +211,7 @@ def _post_backward(group: Any, used: _Watch, before: _Watch, reduced: _Watch, *u
             continue
         gathered = parameter._unsharded_param
         trained.append(gathered)
-        if _has_gradient(parameter):
+        if _gradients(parameter):
             used(parameter.sharded_param)
         elif group.reduce_grads:
             gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
@@ -283,18 +283,16 @@ def discard_gradients(model: nn.Module) -> None:
     for parameter in _parameters(model):
         if _was_gathered(parameter):
             parameter._unsharded_param.grad = None
-        if _has_accumulator(parameter):
+        if "unsharded_accumulated_grad" in vars(parameter):
             parameter.unsharded_accumulated_grad = None
 
 
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients of this rank that are not fully reduced yet."""
-    gradients = [group._partial_reduce_output for group in _groups(model)]
-    for parameter in filter(_was_gathered, _parameters(model)):
-        gradients.append(parameter._unsharded_param.grad)
-        if _has_accumulator(parameter):
-            gradients.append(parameter.unsharded_accumulated_grad)
-    return [gradient for gradient in gradients if gradient is not None]
+    sums = [group._partial_reduce_output for group in _groups(model)]
+    gathered = filter(_was_gathered, _parameters(model))
+    gradients = (gradient for parameter in gathered for gradient in _gradients(parameter))
+    return [*(each for each in sums if each is not None), *gradients]
 
 
 def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
@@ -394,15 +392,10 @@ def _was_gathered(parameter: Any) -> bool:
     return hasattr(parameter, "_unsharded_param")
 
 
-def _has_gradient(parameter: Any) -> bool:
-    if parameter._unsharded_param.grad is not None:
-        return True
-    return _has_accumulator(parameter) and parameter.unsharded_accumulated_grad is not None
-
-
-def _has_accumulator(parameter: Any) -> bool:
-    """Return whether gradients may be accumulated outside of `.grad`, as before torch 2.15."""
-    return "unsharded_accumulated_grad" in vars(parameter)
+def _gradients(parameter: Any) -> list[torch.Tensor]:
+    """Return the gradients of a gathered parameter: `.grad`, and its sum before torch 2.15."""
+    found = (parameter._unsharded_param.grad, vars(parameter).get("unsharded_accumulated_grad"))
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _keep_grad_dtypes(defer_upcast: bool) -> None:

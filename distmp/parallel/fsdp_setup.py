@@ -18,11 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import Accumulation, ShardingConfig
 from distmp.parallel.strategy import refuse_shared_memory
 from distmp.precision.builders import fsdp2_policy
+from distmp.precision.keep import with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.processes import free_host_bytes
 from distmp.utils.tensor_trees import parameter_name
@@ -106,14 +107,12 @@ def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
     sharded = {parameter_name(name): parameter for name, parameter in named}
     for first, *others in ties:
         for name in others:
-            if sharded[name] is not sharded[first]:
-                raise ConfigError(
-                    "strategy",
-                    strategy,
-                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
-                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
-                    "contains and calls both in sharding.wrap",
-                )
+            problem = (
+                f"shards each block by itself, but {first!r} and {name!r} are one parameter; use "
+                "'ddp', with shard_optimizer to save memory, or name a module that contains and "
+                "calls both in sharding.wrap"
+            )
+            require(sharded[name] is sharded[first], "strategy", strategy, problem)
 
 
 def device_mesh(world: World, shards: int, strategy: str) -> DeviceMesh:
@@ -195,11 +194,6 @@ def _with_own_group(module: nn.Module, done: set[int]) -> list[nn.Module]:
         and id(part) not in inside
         and all(each.requires_grad and names[id(each)] == 1 for each in part.parameters())
     ]
-
-
-def with_submodules(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the `id` of each module and of the modules inside of it."""
-    return {id(part) for module in modules for part in module.modules()}
 
 
 Place = Literal["sharded", "unsharded", "hybrid"]

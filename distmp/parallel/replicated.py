@@ -60,7 +60,7 @@ class Replicated(strategy.Strategy):
             logger.warning(COMPILED_WHOLE)
         materialize(module, values, world.device)
         self.module = module.to(world.device)
-        strategy.store_parameters_in_fp32(module.parameters())
+        strategy.store_parameters(module)
         strategy.broadcast_from_rank_zero(module, world)
         named = strategy.trainable(module)
         fp32 = {name: parameter.data for name, parameter in named}

@@ -137,20 +137,16 @@ class AccumulationSettings:
         Raises:
             ConfigError: Naming the first such setting.
         """
-        problems = {
+        reasons = {
             "shard_optimizer": "always shards the optimizer",
             "reproducible": "does not control the order of additions in torch",
-            "on_nonfinite": "reduces gradients before they can be checked",
+            "precision.on_nonfinite": "reduces gradients before they can be checked",
         }
-        for name, problem in problems.items():
-            value = getattr(self, name)
-            if value != getattr(AccumulationSettings, name):
-                section = "precision." if name == "on_nonfinite" else ""
-                raise ConfigError(
-                    f"{section}{name}",
-                    value,
-                    f"needs strategy single or ddp; {strategy} {problem}",
-                )
+        for setting, reason in reasons.items():
+            name = setting.removeprefix("precision.")
+            value, default = getattr(self, name), getattr(AccumulationSettings, name)
+            problem = f"needs strategy single or ddp; {strategy} {reason}"
+            require(value == default, setting, value, problem)
 
 
 def _check_choice(setting: str, value: object, choices: Any) -> None:

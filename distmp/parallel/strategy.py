@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from distmp.buckets.used_parameters import UsedParameters
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.optim.factories import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
@@ -43,11 +43,6 @@ USED_DIRECTLY = (
     "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
     "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
 )
-
-
-def uses_shard(error: RuntimeError) -> bool:
-    """Return whether torch has refused to compute with a shard and a full tensor."""
-    return "mixed torch.Tensor and DTensor" in str(error)
 
 
 class Strategy(ABC):
@@ -330,18 +325,10 @@ def move_to(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Convert trainable 16-bit parameters to FP32 in place, which is exact."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
-
-@torch.no_grad()
-def sixteen_bit_parameters(
-    module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
+def store_parameters(
+    module: nn.Module, dtype: torch.dtype = torch.float32, except_for: Iterable[nn.Module] = ()
 ) -> None:
-    """Round trainable parameters to `dtype`, in which the optimizer updates them, in place."""
+    """Convert trainable parameters in place to `dtype`, in which the optimizer updates them."""
     kept = {id(parameter) for part in except_for for parameter in part.parameters()}
     for parameter in module.parameters():
         if parameter.requires_grad and id(parameter) not in kept:
@@ -393,13 +380,11 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
         furthest = {True: (0, ""), False: (0, "")}
         for start, end, name, is_parameter in sorted(of_storage):
             before = max(furthest.values()) if is_parameter else furthest[True]
-            if start < before[0]:
-                raise ConfigError(
-                    setting,
-                    value,
-                    f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
-                    "nn.Parameter to both modules, or make the view in forward",
-                )
+            problem = (
+                f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
+                "nn.Parameter to both modules, or make the view in forward"
+            )
+            require(start >= before[0], setting, value, problem)
             furthest[is_parameter] = max(furthest[is_parameter], (end, name))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any, NoReturn
@@ -143,13 +143,10 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
 
 
 def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
-    if not parameter.is_floating_point():
+    is_converted = kept or policy.casts_parameters or parameter.requires_grad
+    if not (parameter.is_floating_point() and is_converted):
         return parameter.dtype
-    if kept:
-        return torch.float32
-    if not (policy.casts_parameters or parameter.requires_grad):
-        return parameter.dtype
-    return policy.module_dtype
+    return torch.float32 if kept else policy.module_dtype
 
 
 def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
@@ -313,7 +310,7 @@ def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.
 
 def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that share a parameter with a kept module and are not kept."""
-    inside = {id(part) for top in kept.values() for part in top.modules()}
+    inside = with_submodules(kept.values())
     in_fp32 = {id(parameter) for top in kept.values() for parameter in top.parameters()}
     sharing = {
         name: part
@@ -332,6 +329,11 @@ def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Modu
             "or give each of them its own parameter",
         )
     return sharing
+
+
+def with_submodules(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the `id` of each module and of the modules inside of it."""
+    return {id(part) for module in modules for part in module.modules()}
 
 
 def _outermost(module: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -230,13 +230,8 @@ class PrecisionPolicy:
             )
 
     def _check_gradients(self) -> None:
-        computed = dtype_name(self.compute_dtype)
-        low_precision = self.compute_dtype in SIXTEEN_BIT
-        if (
-            self.reduce_dtype in SIXTEEN_BIT
-            and low_precision
-            and self.reduce_dtype != self.compute_dtype
-        ):
+        if {self.reduce_dtype, self.compute_dtype} == {*SIXTEEN_BIT}:
+            computed = dtype_name(self.compute_dtype)
             self._refuse(
                 "reduce",
                 f"cannot represent {computed} gradients and saves nothing; use "

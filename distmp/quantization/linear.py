@@ -220,4 +220,4 @@ def _rounded(ctx: Any, dy: Tensor, number_format: str, operand: int) -> Operand:
 
 
 def _row(counts: LayerCounts | None, operand: int) -> Counts | None:
-    return None if counts is None else counts.of(operand)
+    return None if counts is None else Counts(counts, operand)

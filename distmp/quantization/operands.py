@@ -157,16 +157,11 @@ class LayerCounts:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
         # Views of each number, made once.
         self.rows = [row.unbind() for row in values.unbind()]
         number = next(_NUMBERS)
         self.number = torch.tensor(number)
         _BY_NUMBER[number] = self
-
-    def of(self, operand: int) -> Counts:
-        """Return the entry for the statistics of an operand."""
-        return Counts(self, operand)
 
 
 class Counts(NamedTuple):

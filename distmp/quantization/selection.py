@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from distmp.errors import ConfigError
-from distmp.precision.keep import matching_modules, modules_in_fp32
+from distmp.precision.keep import matching_modules, modules_in_fp32, with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.operands import BLOCK_SIZES
 
@@ -45,11 +45,13 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
     Raises:
         ConfigError: If a pattern of the policy matches nothing, or no layer is suitable.
     """
-    reasons = {**_unsuitable(model, policy), **_in_fp32(model, policy)}
-    for pattern in policy.hp:
-        for name in _matched(model, pattern, blocks):
-            reasons.setdefault(name, f"hp={pattern}")
     linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    in_fp32 = with_submodules(modules_in_fp32(model, policy).values())
+    reasons = _unsuitable(model, linear, policy)
+    reasons |= {name: "keep_fp32" for name, part in linear.items() if id(part) in in_fp32}
+    for pattern in policy.hp:
+        for name in _matched(model, linear, pattern, blocks):
+            reasons.setdefault(name, f"hp={pattern}")
     low_precision = {name: part for name, part in linear.items() if name not in reasons}
     if not low_precision:
         problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
@@ -66,18 +68,14 @@ def _why(reasons: dict[str, str]) -> str:
     return f"{example}; use bf16, or change hp"
 
 
-def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
+def _unsuitable(
+    model: nn.Module, linear: Mapping[str, nn.Linear], policy: PrecisionPolicy
+) -> dict[str, str]:
     multiple = max(_MULTIPLE, BLOCK_SIZES.get(policy.scaling, 1))
-    called_by_parent = {
-        id(part)
-        for parent in model.modules()
-        if isinstance(parent, nn.MultiheadAttention)
-        for part in parent.modules()
-    }
+    attention = (part for part in model.modules() if isinstance(part, nn.MultiheadAttention))
+    called_by_parent = with_submodules(attention)
     reasons = {}
-    for name, part in model.named_modules():
-        if not isinstance(part, nn.Linear):
-            continue
+    for name, part in linear.items():
         if id(part) in called_by_parent:
             reasons[name] = "nn.MultiheadAttention, which uses its weights without calling it"
         elif type(part).forward is not nn.Linear.forward or "forward" in vars(part):
@@ -88,30 +86,20 @@ def _unsuitable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
     return reasons
 
 
-def _in_fp32(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    kept = modules_in_fp32(model, policy)
-    return {
-        f"{top}.{name}" if name else top: "keep_fp32"
-        for top, module in kept.items()
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear)
-    }
-
-
-def _matched(model: nn.Module, pattern: str, blocks: Sequence[str]) -> Iterator[str]:
-    """Yield the names of the linear layers that a pattern of `hp` matches."""
+def _matched(
+    model: nn.Module, linear: Mapping[str, nn.Linear], pattern: str, blocks: Sequence[str]
+) -> list[str]:
+    """Return the names of the linear layers that a pattern of `hp` matches."""
     tops: Sequence[str]
     if found := _BLOCKS.fullmatch(pattern):
         tops = _some_blocks(pattern, *found.groups(), blocks=blocks)
     elif pattern == "embedding":
-        yield from _tied_to_embeddings(model)
-        return
+        tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+        return [name for name, part in linear.items() if id(part.weight) in tables]
     else:
         optional = pattern in OPTIONAL
         tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and any(f"{name}.".startswith(f"{top}.") for top in tops):
-            yield name
+    return [name for name in linear if any(f"{name}.".startswith(f"{top}.") for top in tops)]
 
 
 def _some_blocks(
@@ -131,10 +119,3 @@ def _some_blocks(
     else:
         return blocks[:count] if which == "first" else blocks[len(blocks) - count :]
     raise ConfigError("precision.policy.hp", pattern, problem)
-
-
-def _tied_to_embeddings(model: nn.Module) -> Iterator[str]:
-    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and id(part.weight) in tables:
-            yield name
