@@ -10,6 +10,7 @@ A failed save is reported immediately, and training continues. Earlier checkpoin
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 import time
@@ -182,7 +183,7 @@ class CheckpointWriter:
             saving.save,
             self._directory,
             step,
-            numbers=numbers,
+            numbers=copy.deepcopy(numbers),  # a loop may append to a list while a thread writes
             keep=replace(self._retention, best=self.best_step),
             permit=self._permit,
             finite=held,

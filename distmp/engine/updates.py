@@ -132,8 +132,12 @@ class Updates:
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
             self.max_applied += 1
+            # Hooks of the user see, and may change, the gradients of the mean.
+            hooked = bool(self.optimizer._optimizer_step_pre_hooks)
+            if hooked:
+                self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if hooked else decision.grad_scale  # type: ignore[attr-defined]
             # Without it, a kernel less for each step count. On CPUs the host knows it.
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]
@@ -141,15 +145,18 @@ class Updates:
             self.tensors.step()
         elif decision.found_inf.item() == 0:
             self.max_applied += 1
-            for part in self._strategy.gradients():
-                if part.tensors:
-                    divisor = decision.grad_scale.to(part.tensors[0].device)
-                    torch._foreach_div_(part.tensors, divisor)
+            self._divide_gradients(decision)
             self._strategy.prepare_optimizer_grads()
             self.tensors.step_in_place()
         self._strategy.check_copies()
         self._strategy.publish_weights()
         self.is_complete = True
+
+    def _divide_gradients(self, decision: StepDecision) -> None:
+        for part in self._strategy.gradients():
+            if part.tensors:
+                divisor = decision.grad_scale.to(part.tensors[0].device)
+                torch._foreach_div_(part.tensors, divisor)
 
     def _fit_divisor(self, decision: StepDecision) -> StepDecision:
         """Multiply gradients by a power of two first if FP32 does not represent their divisor."""

@@ -157,6 +157,7 @@ class LayerCounts:
     """
 
     def __init__(self, values: Tensor) -> None:
+        self.values = values
         # Views of each number, made once.
         self.rows = [row.unbind() for row in values.unbind()]
         number = next(_NUMBERS)

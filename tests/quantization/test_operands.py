@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distmp.quantization.operands import (
     FORMATS,
+    Counts,
     LayerCounts,
     Operand,
     power_of_two_scales,
@@ -100,7 +101,7 @@ def test_operand_statistics_agree_with_values(scaling: str, name: str) -> None:
     matrix[0, 0], matrix[1, 0], matrix[2, 0] = math.inf, math.nan, -math.inf
     matrix[3, 1], matrix[3, 2], matrix[4] = 1e-20, -1e-20, 0.0
     counts = LayerCounts(torch.zeros(2, 4, dtype=torch.float64))
-    operand = quantize(matrix, name, scaling, counts=counts.of(1))
+    operand = quantize(matrix, name, scaling, counts=Counts(counts, 1))
     assert counts.values[0].tolist() == [0, 0, 0, 0]
     _, saturated, underflowed, elements = counts.values[1].tolist()
     assert saturated >= 3
