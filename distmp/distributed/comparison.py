@@ -189,12 +189,17 @@ class Fingerprint:
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the class and the settings of the parameter groups that the host knows."""
-    known = (bool, int, float, str, tuple, type(None))
     groups = [
-        [(key, value) for key, value in _on_host(group) if isinstance(value, known)]
+        [(key, value) for key, value in _on_host(group) if _is_known(value)]
         for group in optimizer.param_groups
     ]
     return [type(optimizer).__name__, *groups]
+
+
+def _is_known(value: object) -> bool:
+    if isinstance(value, list):  # not of tensors or of names, which take long to describe
+        return bool(value) and all(isinstance(part, int | float) for part in value)
+    return isinstance(value, int | float | str | tuple | None)
 
 
 def _on_host(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -566,8 +566,8 @@ class Engine:
 
         Args:
             directory: A checkpoint, or a directory of checkpoints, whose newest healthy one is
-                loaded; damaged ones are logged. If it has none, its directories `step-100`,
-                `epoch_3`, `checkpoints` ... are searched.
+                loaded; damaged ones are logged. If it has none, its directory `checkpoints` is
+                searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
             optimizer: Whether to load the optimizer state. With False it starts from scratch, so
                 that the engine may have another optimizer than the checkpoint.

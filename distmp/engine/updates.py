@@ -115,16 +115,17 @@ class Updates:
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
-                group[key] = value
+                group[key] = [*value] if isinstance(group.get(key), list) else value
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers in all groups, except rates, by `index/key`."""
-        return {
-            f"{index}/{key}": value
+        """Return copies of the numbers in all groups, except rates, by `index/key`."""
+        values = {
+            f"{index}/{key}": _unchanging(value)
             for index, group in enumerate(self.optimizer.param_groups)
             for key, value in group.items()
-            if key != "lr" and is_number(value)
+            if key not in ("lr", "params")
         }
+        return {name: value for name, value in values.items() if is_number(value)}
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -158,3 +159,10 @@ class Updates:
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)
         return replace(decision, grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
+
+
+def _unchanging(value: Any) -> Any:
+    """Return a tensor of one element as a number, and a list as a tuple."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value

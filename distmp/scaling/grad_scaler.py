@@ -245,7 +245,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
                         # torch's scaler multiplies this by the scale, and deletes it afterwards.
                         inverse = self._clips[id(optimizer)].reciprocal()
                         optimizer.grad_scale = inverse  # type: ignore[attr-defined]
-        return super().step(optimizer, *args, **kwargs)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch's scaler leaves these, and would multiply the scale by `grad_scale` next time.
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+            raise
 
     def clip_grad_norm_(
         self,
@@ -276,7 +282,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if not max_norm > 0:  # it would turn the update around, or make the weights NaN
             raise ConfigError("max_norm", max_norm, "use a number above 0")
         self._record_call("clip_grad_norm_")
-        members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        members = _distinct(optimizers if isinstance(optimizers, Iterable) else [optimizers])
         for member in members if self._ranks.world_size > 1 else ():
             check_norm(member)
         if not self._enabled:

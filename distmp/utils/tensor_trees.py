@@ -62,6 +62,19 @@ def parameter_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
 
 
+def set_extra_state(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give each submodule its extra state; a load fills what `get_extra_state` returned.
+
+    Args:
+        module: The module.
+        values: Tensors by their names in `module.state_dict()`, see `parameter_name`.
+    """
+    for prefix, part in module.named_modules():
+        name = parameter_name(f"{prefix}._extra_state".removeprefix("."))
+        if name in values and type(part).set_extra_state is not nn.Module.set_extra_state:
+            part.set_extra_state(values[name])
+
+
 class HeldTensor(NamedTuple):
     """A parameter or buffer under one of its names.
 
