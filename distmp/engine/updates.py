@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distmp.distributed.comparison import on_host
 from distmp.errors import TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
@@ -72,7 +73,8 @@ class Updates:
         self.max_applied = 0
         self.is_complete = True
         self._has_schedule = schedule is not None
-        self._first = self._numbers()
+        numbers = self._numbers().items()
+        self._first = {name: value for name, value in numbers if not name.endswith(RATE)}
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -96,9 +98,6 @@ class Updates:
         """
         found = self._numbers()
         options = {name: value for name, value in found.items() if value != self._first.get(name)}
-        if not self._has_schedule:
-            for index, group in enumerate(self.optimizer.param_groups):
-                options[f"{index}{RATE}"] = float(group["lr"])
         return {name: number_tensor(value) for name, value in options.items()}
 
     def restore_options(self, saved: Mapping[str, Tensor]) -> None:
@@ -118,14 +117,15 @@ class Updates:
                 group[key] = [*value] if isinstance(group.get(key), list) else value
 
     def _numbers(self) -> dict[str, Any]:
-        """Return copies of the numbers in all groups, except rates, by `index/key`."""
-        values = {
-            f"{index}/{key}": _unchanging(value)
+        """Return the numbers in all groups by `index/key`, without the rates of a schedule."""
+        # Does not wait for these, which are on the device.
+        scheduled = {"lr": None} if self._has_schedule else {}
+        return {
+            f"{index}/{key}": value
             for index, group in enumerate(self.optimizer.param_groups)
-            for key, value in group.items()
-            if key not in ("lr", "params")
+            for key, value in on_host({**group, **scheduled}, waits=True)
+            if is_number(value)
         }
-        return {name: value for name, value in values.items() if is_number(value)}
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
@@ -159,10 +159,3 @@ class Updates:
         for part in self._strategy.gradients():
             torch._foreach_mul_(part.tensors, PRESCALE)
         return replace(decision, grad_scale=(decision.divisor * PRESCALE).to(torch.float32))
-
-
-def _unchanging(value: Any) -> Any:
-    """Return a tensor of one element as a number, and a list as a tuple."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    return tuple(value) if isinstance(value, list) else value

@@ -163,23 +163,20 @@ def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Non
     """
     for name, tensor in live.items():
         value = state[name]
-        if global_shape(value) != global_shape(tensor):
+        if _described(value) != _described(tensor):
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(global_shape(value))} in the state and "
-                f"{tuple(global_shape(tensor))} in this engine; load the state of the same model"
-            )
-        if _part(tensor) != _part(value):
-            raise CheckpointError(
-                f"{name!r} is {_part(value)} in the state and {_part(tensor)} in this engine; "
-                "load it with distmp.checkpoint, which shards it again"
+                f"{name!r} is {_described(value)} in the state and {_described(tensor)} in this "
+                "engine; load the state of the same model, and one with other shards with "
+                "distmp.checkpoint"
             )
 
 
-def _part(tensor: Tensor) -> str:
-    """Return as text which part of a full tensor this rank holds."""
+def _described(tensor: Tensor) -> str:
+    """Return as text the shape of a full tensor, and which part of it this rank holds."""
+    kind = "a DTensor" if is_traceable_wrapper_subclass(tensor) else "a tensor"
     if isinstance(tensor, FlatShard):
-        return f"a FlatShard of the elements {tensor.start} to {tensor.start + tensor.numel()}"
-    return "a DTensor" if is_traceable_wrapper_subclass(tensor) else "a full tensor"
+        kind = f"the elements {tensor.start} to {tensor.start + tensor.numel()} of a tensor"
+    return f"{kind} of the shape {tuple(global_shape(tensor))}"
 
 
 def create_state(
