@@ -495,7 +495,8 @@ class Engine:
             state: Tensors by name.
 
         Raises:
-            CheckpointError: If the state lacks a tensor of this engine.
+            CheckpointError: If the state lacks a tensor of this engine, or has another shape or
+                sharding.
         """
         check_state(state)
         live = self.prepare_to_load(
@@ -611,8 +612,9 @@ class Engine:
 
         Raises:
             CheckpointError: On all ranks, if the directory cannot be written, or holds other files.
-            ConfigError: If `state` lacks a weight, or has an unknown one, if `directory` is named
-                like a file (`model.safetensors`), or if `max_shard_size` is not positive.
+            ConfigError: If `state` lacks a weight, or has an unknown one or another shape, if
+                `directory` is named like a file (`model.safetensors`), or if `max_shard_size` is
+                not positive.
         """
         from distmp.export.running import save_weights
 

@@ -166,8 +166,8 @@ def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Non
         if _described(value) != _described(tensor):
             raise CheckpointError(
                 f"{name!r} is {_described(value)} in the state and {_described(tensor)} in this "
-                "engine; load the state of the same model, and one with other shards with "
-                "distmp.checkpoint"
+                "engine; load the state of the same model and rank, or a checkpoint (engine.save), "
+                "which is sharded again"
             )
 
 

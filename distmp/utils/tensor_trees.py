@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from operator import attrgetter
@@ -58,8 +59,8 @@ def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def parameter_name(name: str) -> str:
-    """Return the parameter name in the model, without the prefixes of `torch.compile` and FSDP1."""
-    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
+    """Return a name in the plain model, without `torch.compile`, FSDP1 and checkpoint_wrapper."""
+    return re.sub(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.", "", name)
 
 
 def set_extra_state(module: nn.Module, values: Mapping[str, Tensor]) -> None:
