@@ -88,10 +88,10 @@ def resolve(
 
     Args:
         resume: "auto", or the path of a checkpoint or of a directory of checkpoints.
-            In a directory, or in its directory `checkpoints`, which runs have, the newest healthy
-            checkpoint is used.
+            In a directory, or if it has none in its directory `checkpoints`, as runs have, the
+            newest healthy checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
-        setting: Name of the setting, for errors.
+        setting: Name of the setting, for errors. Only `resume` has the value "auto".
         missing_ok: Whether a path without a checkpoint is no error, unless it is a file.
 
     Returns:
@@ -103,7 +103,8 @@ def resolve(
             damaged or unhealthy.
     """
     ranks = Ranks(None)
-    if resume != "auto":
+    is_path = setting != "resume" or resume != "auto"
+    if is_path:
         directory = storage.locate(setting, resume)
     exists, is_file, is_checkpoint, of_run = storage.rank_0_or_checkpoint_error(
         ranks,
@@ -111,8 +112,8 @@ def resolve(
         lambda: (
             directory.exists(),
             directory.is_file(),
-            resume != "auto" and _names_checkpoint(directory),
-            resume != "auto" and (directory / "checkpoints").is_dir(),
+            is_path and _names_checkpoint(directory),
+            is_path and not storage.entries_of(directory) and (directory / "checkpoints").is_dir(),
         ),
     )
     if is_checkpoint:
@@ -136,7 +137,7 @@ def resolve(
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(unusable)}; {hint}"
         )
-    if result.checkpoint is None and resume != "auto" and (is_file or not missing_ok):
+    if result.checkpoint is None and is_path and (is_file or not missing_ok):
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
         if setting == "resume":
             problem += f"; {did_you_mean(resume, ['auto']) or 'use auto to start a new run'}"

@@ -50,7 +50,7 @@ def describe_param_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the class and the parameter groups of an optimizer as text, for a comparison."""
     described = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _on_host(group):
+        for key, value in on_host(group):
             if key not in ("params", "param_names"):
                 described[f"optimizer.param_groups[{index}][{key!r}]"] = repr(value)
         names = group.get("param_names", range(len(group["params"])))
@@ -188,19 +188,26 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the class and the settings of the parameter groups that the host knows."""
     known = (bool, int, float, str, tuple, type(None))
     groups = [
-        [(key, value) for key, value in _on_host(group) if isinstance(value, known)]
+        [(key, value) for key, value in on_host(group) if isinstance(value, known)]
         for group in optimizer.param_groups
     ]
     return [type(optimizer).__name__, *groups]
 
 
-def _on_host(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a parameter group, without tensors on other devices."""
+def on_host(group: Mapping[str, Any], *, waits: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a parameter group; lists of numbers as tuples, which do not change.
+
+    Args:
+        group: The group.
+        waits: Whether to wait for tensors on other devices, which are left out otherwise.
+    """
     for key, value in group.items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, list) and value and all(isinstance(n, int | float) for n in value):
+            yield key, tuple(value)
+        elif not isinstance(value, Tensor):
             yield key, value
-        elif value.device.type == "cpu" and value.numel() == 1:
-            yield key, cpu_number(value)
+        elif value.numel() == 1 and (waits or value.device.type == "cpu"):
+            yield key, value.item() if waits else cpu_number(value)
 
 
 class _Unquoted(str):

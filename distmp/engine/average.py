@@ -13,6 +13,7 @@ from distmp.distributed.comparison import check_same
 from distmp.engine.engine import Engine
 from distmp.engine.settings import EmaConfig
 from distmp.errors import TrainingError, listed, require
+from distmp.optim.state import check_shapes
 from distmp.utils.dtypes import local_values
 from distmp.utils.flat_shard import FlatShard
 
@@ -86,13 +87,15 @@ class WeightAverage:
 
         Raises:
             ConfigError: If a name is not that of a trained parameter.
+            CheckpointError: If a value has another shape or sharding.
             TrainingError: Inside of `as_weights`.
         """
         self._check_not_exchanged("average.load()")
         unknown = listed(sorted(values.keys() - self.values.keys()))
         problem = "is not the name of a trained parameter; use the names of engine.weights()"
         require(not unknown, "values", unknown, problem)
-        for name in self.values.keys() & values.keys():
+        check_shapes(values, {name: self.values[name] for name in values})
+        for name in values:
             local_values(self.values[name]).copy_(local_values(values[name]))
         self._begin()
 

@@ -495,7 +495,8 @@ class Engine:
             state: Tensors by name.
 
         Raises:
-            CheckpointError: If the state lacks a tensor of this engine.
+            CheckpointError: If the state lacks a tensor of this engine, or has another shape or
+                sharding.
         """
         check_state(state)
         live = self.prepare_to_load(
@@ -566,8 +567,8 @@ class Engine:
 
         Args:
             directory: A checkpoint, or a directory of checkpoints, whose newest healthy one is
-                loaded; damaged ones are logged. If it has none, its directories `step-100`,
-                `epoch_3`, `checkpoints` ... are searched.
+                loaded; damaged ones are logged. If it has none, its directory `checkpoints` is
+                searched.
             missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
             optimizer: Whether to load the optimizer state. With False it starts from scratch, so
                 that the engine may have another optimizer than the checkpoint.
@@ -611,8 +612,9 @@ class Engine:
 
         Raises:
             CheckpointError: On all ranks, if the directory cannot be written, or holds other files.
-            ConfigError: If `state` lacks a weight, or has an unknown one, if `directory` is named
-                like a file (`model.safetensors`), or if `max_shard_size` is not positive.
+            ConfigError: If `state` lacks a weight, or has an unknown one or another shape, if
+                `directory` is named like a file (`model.safetensors`), or if `max_shard_size` is
+                not positive.
         """
         from distmp.export.running import save_weights
 

@@ -36,6 +36,7 @@ from distmp.optim.state import (
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.settings import loss_scale_rules
 from distmp.utils.flat_shard import global_shape
+from distmp.utils.tensor_trees import set_extra_state
 
 
 def agree_on_nominal_weight(
@@ -278,6 +279,7 @@ class EngineState:
         self.divergence.load_state_dict(_under("divergence/", live))
         self._updates.restore_options(_under(GROUP, live))
         restore_numbers(self._updates.optimizer)
+        set_extra_state(self._strategy.module, _under("model/", live))
         self._updates.tensors.forget_writes()
         self._updates.is_complete = True
         self._strategy.publish_weights()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distmp.distributed.comparison import on_host
 from distmp.errors import TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
@@ -72,7 +73,8 @@ class Updates:
         self.max_applied = 0
         self.is_complete = True
         self._has_schedule = schedule is not None
-        self._first = self._numbers()
+        numbers = self._numbers().items()
+        self._first = {name: value for name, value in numbers if not name.endswith(RATE)}
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse changes of the optimizer that would have no effect.
@@ -96,9 +98,6 @@ class Updates:
         """
         found = self._numbers()
         options = {name: value for name, value in found.items() if value != self._first.get(name)}
-        if not self._has_schedule:
-            for index, group in enumerate(self.optimizer.param_groups):
-                options[f"{index}{RATE}"] = float(group["lr"])
         return {name: number_tensor(value) for name, value in options.items()}
 
     def restore_options(self, saved: Mapping[str, Tensor]) -> None:
@@ -115,15 +114,17 @@ class Updates:
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
-                group[key] = value
+                group[key] = [*value] if isinstance(group.get(key), list) else value
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers in all groups, except rates, by `index/key`."""
+        """Return the numbers in all groups by `index/key`, without the rates of a schedule."""
+        # Does not wait for these, which are on the device.
+        scheduled = {"lr": None} if self._has_schedule else {}
         return {
             f"{index}/{key}": value
             for index, group in enumerate(self.optimizer.param_groups)
-            for key, value in group.items()
-            if key != "lr" and is_number(value)
+            for key, value in on_host({**group, **scheduled}, waits=True)
+            if is_number(value)
         }
 
     def apply(self, decision: StepDecision) -> None:

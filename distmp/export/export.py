@@ -79,12 +79,20 @@ class CheckpointWeights:
         tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
         self.checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
-            if self.dtype == torch.float16 and tensor.is_floating_point() and tensor.isinf().any():
+            if self._is_beyond_range(name, tensor):
                 raise CheckpointError(
                     f"{name!r} of {self.checkpoint} has values beyond the range of float16; use "
                     "bf16 or fp32"
                 )
         return tensors
+
+    def _is_beyond_range(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a finite value is infinite in FP16; masks are infinite on purpose."""
+        if self.dtype != torch.float16 or not tensor.isinf().any():
+            return False
+        stored = torch.empty(tensor.shape, dtype=self.checkpoint.tensors[self._stored[name]][1])
+        self.checkpoint.load({self._stored[name]: stored})
+        return bool((stored.isfinite() & tensor.isinf()).any())
 
 
 def write_adapter(
@@ -160,7 +168,7 @@ def export(
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     require(is_new, "--to", str(directory), "exists already; name a new directory")
     checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
-    assert checkpoint is not None  # only "auto" can return None
+    assert checkpoint is not None  # without `missing_ok`
     valid = not ema or bool(_names_below(AVERAGE_PREFIX, checkpoint))
     problem = "contains no average of the weights; train with ema.decay"
     require(valid, "--ema", str(checkpoint), problem)

@@ -218,17 +218,18 @@ def _check_replaceable(directory: Path) -> None:
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
     _check_replaceable(directory)
-    temporary = directory.with_name(f".{directory.name}.writing")
-    replaced = directory.with_name(f".{directory.name}.replaced")
+    target = directory.resolve()  # a symbolic link stays
+    temporary = target.with_name(f".{target.name}.writing")
+    replaced = target.with_name(f".{target.name}.replaced")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        if directory.exists():
+        if target.exists():
             # Kept until the new one has its name: a removal can fail or be interrupted.
             shutil.rmtree(replaced, ignore_errors=True)
-            directory.rename(replaced)
-        temporary.rename(directory)
+            target.rename(replaced)
+        temporary.rename(target)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error

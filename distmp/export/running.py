@@ -96,15 +96,18 @@ def _checked(state: Mapping[str, Tensor] | None, own: Mapping[str, Tensor]) -> M
     """Return the state to write; None selects the state of the engine.
 
     Raises:
-        ConfigError: If it lacks a weight of the engine, or has an unknown weight.
+        ConfigError: If it lacks a weight of the engine, or has an unknown one, or another shape.
     """
     if state is None:
         return own
-    weights, given = ({name for name in s if name.startswith(PREFIX)} for s in (own, state))
+    weights, given = (
+        {f"{name} {[*global_shape(s[name])]}" for name in s if name.startswith(PREFIX)}
+        for s in (own, state)
+    )
     for problem, names in (("lacks", weights - given), ("has the unknown", given - weights)):
         problem = (
             f"{problem} {listed(sorted(names))}; pass engine.state_dict() | "
-            "{'model/NAME': tensor, ...}, with the names of the engine's weights"
+            "{'model/NAME': tensor, ...}, with the names and shapes of the engine's weights"
         )
         require(not names, "state", f"{len(state)} tensors", problem)
     return state

@@ -19,6 +19,7 @@ from distmp.models.architecture import TRANSFORMER, read, rebuild
 from distmp.models.huggingface_files import CONFIG_FILE
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
+from distmp.utils.tensor_trees import set_extra_state
 
 SETTING = "model.weights"
 PREFIX = "model/"
@@ -53,7 +54,9 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
         >>> model.weight.tolist()
         [[1.0, 1.0, 1.0, 1.0]]
     """
-    _load(model.state_dict(keep_vars=True), StoredWeights(Path(directory)), _dimensions(model))
+    state = model.state_dict(keep_vars=True)
+    _load(state, StoredWeights(Path(directory)), _dimensions(model))
+    set_extra_state(model, state)
 
 
 def read_shards(state: State, built: BuiltModel, weights: StoredWeights) -> None:

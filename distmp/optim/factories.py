@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest, require
 from distmp.optim.adamw import AdamW
+from distmp.optim.learning_rates import ERRORS
 from distmp.optim.muon import Muon
 from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.utils.annotations import expected, hint
@@ -165,7 +166,7 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
     ) -> lr_scheduler.LRScheduler:
         try:
             scheduler: lr_scheduler.LRScheduler = build(optimizer, **config.options)
-        except (TypeError, ValueError) as error:
+        except ERRORS as error:
             raise ConfigError(
                 "schedule.options", config.options, f"refused by {config.name}: {error}"
             ) from error

@@ -19,6 +19,8 @@ from distmp.utils.imports import check_arguments
 _LARGEST = torch.finfo(torch.float32).max
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
 
+# What a schedule raises when it is built wrongly, or has no rate for an update.
+ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
 
 _CLOSURE = (
     "needs a closure that computes the loss again several times in one step, and the engine "
@@ -84,7 +86,7 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
         schedule: lr_scheduler.LRScheduler = build(optimizer)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except ERRORS as error:
         name = getattr(build, "__name__", type(build).__name__)
         problem = f"cannot be called with an optimizer ({error}); pass a function that builds a "
         raise ConfigError("schedule", name, f"{problem}scheduler on it: {_EXAMPLE}") from error
@@ -161,7 +163,7 @@ class LearningRates:
         self._optimizer = optimizer
         self._schedule: lr_scheduler.LRScheduler | None = None
         self._rows: list[list[float]] = []
-        self._end: ValueError | None = None  # of a schedule that has one
+        self._end: Exception | None = None  # of a schedule that has one
         self._device = device
         self._on_device = on_device
         # The rate that each group received last, and its version counter if it is a tensor.
@@ -278,10 +280,10 @@ class LearningRates:
         while len(self._rows) <= target:
             try:
                 self._step_schedule()
-            except ValueError as error:  # OneCycleLR has an end
+                self._rows.append(self._current_rates())
+            except ERRORS as error:  # it has an end, perhaps after the last update of the run
                 self._end = error
                 break
-            self._rows.append(self._current_rates())
         self._table = numbers_to_device(self._rows, torch.float32, self._device)
 
     def _step_schedule(self) -> None:

@@ -306,7 +306,7 @@ def is_hidden(name: str, tensor: Tensor, adamw: Sequence[str] | None = None) -> 
         excluded = any(re.fullmatch(pattern, name) for pattern in NOT_HIDDEN)
     else:
         excluded = any(fnmatchcase(name, pattern) for pattern in adamw)
-    return tensor.dim() == 2 and not excluded
+    return tensor.dim() == 2 and tensor.numel() > 0 and not excluded
 
 
 def _cost(rows: int, columns: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, listed, require
@@ -20,6 +20,9 @@ from distmp.utils.flat_shard import FlatShard, global_shape
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW, Muon)
 # State that torch's optimizers keep as one number per parameter of any shape.
 _COUNTS = ("step", "mu_product", "eta", "mu")
+# The optimizers, subclasses included, whose kernels need this state in the dtype of the parameter.
+_KERNELS = (*FUSED_WHEN_SHARDED, optim.SGD, optim.Adagrad, optim.Adamax, optim.NAdam, optim.RAdam)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 # State that an option of torch's optimizers needs.
 _OPTION_KEYS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 # Appended to the key of a number of Python.
@@ -91,6 +94,11 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
     """
     state = {}
     for parameter, values in optimizer.state.items():
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has a state of {parameter!r}, not a parameter; use "
+                "another optimizer, or a subclass that keeps it in its groups"
+            )
         for key, value in values.items():
             if value is None:
                 continue
@@ -155,21 +163,20 @@ def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Non
     """
     for name, tensor in live.items():
         value = state[name]
-        if global_shape(value) != global_shape(tensor):
+        if _described(value) != _described(tensor):
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(global_shape(value))} in the state and "
-                f"{tuple(global_shape(tensor))} in this engine; load the state of the same model"
-            )
-        if type(value) is not type(tensor) and _is_part(tensor) != _is_part(value):
-            raise CheckpointError(
-                f"{name!r} is a {type(value).__name__} in the state and sharded as a "
-                f"{type(tensor).__name__} in this engine; load it with distmp.checkpoint, which "
-                "shards it again"
+                f"{name!r} is {_described(value)} in the state and {_described(tensor)} in this "
+                "engine; load the state of the same model and rank, or a checkpoint (engine.save), "
+                "which is sharded again"
             )
 
 
-def _is_part(tensor: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FlatShard)
+def _described(tensor: Tensor) -> str:
+    """Return as text the shape of a full tensor, and which part of it this rank holds."""
+    kind = "a DTensor" if is_traceable_wrapper_subclass(tensor) else "a tensor"
+    if isinstance(tensor, FlatShard):
+        kind = f"the elements {tensor.start} to {tensor.start + tensor.numel()} of a tensor"
+    return f"{kind} of the shape {tuple(global_shape(tensor))}"
 
 
 def create_state(
@@ -180,9 +187,9 @@ def create_state(
 ) -> list[str]:
     """Create state tensors to load into, with shape and sharding of their parameters.
 
-    They have the stored dtypes; those of torch's optimizers have the dtypes of their parameters,
-    which torch's kernels need. Removes the state of parameters without a stored state: they had not
-    been updated then. Call `restore_numbers` when the tensors have their values.
+    They have the stored dtypes, or those of their parameters where torch's kernels need these.
+    Removes the state of parameters without a stored state: they had not been updated then. Call
+    `restore_numbers` when the tensors have their values.
 
     Args:
         optimizer: A new optimizer, or one that returns to an earlier state.
@@ -221,10 +228,12 @@ def create_state(
         if key in state or isinstance(optimizer, AdamW):
             continue
         state.pop(key.removesuffix(_NUMBER), None)
-        if dtype.is_floating_point and is_of_torch:
-            dtype = parameter.dtype if shape else dtype
+        is_count = not shape and (key in _COUNTS or key.endswith(_NUMBER))
+        uses_dtype = is_of_torch or (isinstance(optimizer, _KERNELS) and key in _MOMENTS)
+        if dtype.is_floating_point and uses_dtype and not is_count:
+            dtype = parameter.dtype
         full = parameter.shape if shapes is None else shapes[name]
-        if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
+        if shape == full and not is_count:
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # Step counts: torch keeps them on the host unless a device kernel reads them.

@@ -245,7 +245,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
                         # torch's scaler multiplies this by the scale, and deletes it afterwards.
                         inverse = self._clips[id(optimizer)].reciprocal()
                         optimizer.grad_scale = inverse  # type: ignore[attr-defined]
-        return super().step(optimizer, *args, **kwargs)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch's scaler leaves these, and would multiply the scale by `grad_scale` next time.
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+            raise
 
     def clip_grad_norm_(
         self,
@@ -273,10 +279,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
             TrainingError: Like `step`.
             ConfigError: Like `step`; and unless `max_norm` is above 0.
         """
-        if not max_norm > 0:  # it would turn the update around, or make the weights NaN
-            raise ConfigError("max_norm", max_norm, "use a number above 0")
+        # Other values would turn the update around, or make the weights NaN.
+        require(max_norm > 0, "max_norm", max_norm, "use a number above 0")
         self._record_call("clip_grad_norm_")
-        members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        members = _distinct(optimizers if isinstance(optimizers, Iterable) else [optimizers])
         for member in members if self._ranks.world_size > 1 else ():
             check_norm(member)
         if not self._enabled:
@@ -656,8 +662,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def _set_scale(self, new_scale: float | Tensor) -> None:
         if isinstance(new_scale, float) or new_scale.numel() == 1:
             value = new_scale if isinstance(new_scale, float) else new_scale.detach().item()
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError("new_scale", value, "use a positive finite number")
+            valid = math.isfinite(value) and value > 0
+            require(valid, "new_scale", value, "use a positive finite number")
         super().update(new_scale)
         assert self._scale is not None
         self._scale.clamp_(self._rules.min_scale, self._rules.max_scale)

@@ -30,11 +30,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a module, parameter or buffer in the plain model."""
-    return parameter_name(name).replace("_checkpoint_wrapped_module.", "")
-
-
 def zero_optimizer(model: nn.Module) -> Any:
     """Return the optimizer of a DeepSpeed engine that shards or casts; None for other models."""
     optimizer = getattr(model, "optimizer", None)
@@ -87,7 +82,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names in the plain model; a tied one once."""
-    return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+    return {parameter_name(name): p for name, p in unwrapped(model).named_parameters()}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -98,7 +93,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the full parameters and buffers; every rank has to call it."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        buffers = {plain_name(n): b for n, b in unwrapped(model).named_buffers()}
+        buffers = {parameter_name(n): b for n, b in unwrapped(model).named_buffers()}
         held = {**named_parameters(model), **buffers}
         return {name: full(tensor).clone() for name, tensor in held.items()}
 
@@ -160,7 +155,7 @@ def plain_model(
     kept = [(vars(part), {**vars(part)}) for part in model.modules()]
     try:
         for name, part in model.named_modules():
-            mode = training.get(plain_name(name), part.training)
+            mode = training.get(parameter_name(name), part.training)
             vars(part).update(training=mode, _compiled_call_impl=None)
             for key in () if casts else ("_forward_pre_hooks", "_forward_hooks"):
                 items = vars(part)[key].items()

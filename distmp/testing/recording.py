@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import require
-from distmp.testing.gradients import ByName, plain_name, unwrapped
+from distmp.testing.gradients import ByName, unwrapped
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import map_tensors
+from distmp.utils.tensor_trees import map_tensors, parameter_name
 
 
 @dataclass(eq=False, kw_only=True)
@@ -246,7 +246,7 @@ class _Recorder(TorchFunctionMode):
             on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
             self._running = Forward(args, kwargs, [torch.get_rng_state(), *on_gpu], autocast)
             step.forwards.append(self._running)
-            step.training = {plain_name(n): part.training for n, part in model.named_modules()}
+            step.training = {parameter_name(n): part.training for n, part in model.named_modules()}
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, whose gradients are those that come from outside."""

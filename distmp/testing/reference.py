@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
 from distmp.testing.classify import Array, SplitResult
-from distmp.testing.gradients import plain_model, plain_name, unwrapped
+from distmp.testing.gradients import plain_model, unwrapped
 from distmp.testing.recording import PASS, Forward, Step, replaced_outputs
-from distmp.utils.tensor_trees import floating_point_cast, map_tensors
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -99,7 +99,7 @@ class Reference:
         problem = "it was not called; pass the part of the model that is, such as model.net"
         require(bool(step.state), "forward of the audited model", None, problem)
         tensors, cast = self._tensors(step)
-        trained = {plain_name(n): t for n, t in tensors.items() if t.requires_grad}
+        trained = {parameter_name(n): t for n, t in tensors.items() if t.requires_grad}
         numbers = torch.zeros(len(step.forwards), 2, dtype=torch.float64)
         stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
         exact = step.compute is torch.float64
@@ -149,7 +149,7 @@ class Reference:
         """Return parameters and buffers in a dtype, and a function for inputs."""
         trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
         names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
-        held = {name: step.state[plain_name(name)] for name in names}
+        held = {name: step.state[parameter_name(name)] for name in names}
         device = next(iter(held.values())).device
         # FSDP casts parameters and inputs.
         compute = step.compute if step.compute not in {held[n].dtype for n in trained} else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -78,8 +79,21 @@ def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def parameter_name(name: str) -> str:
-    """Return the parameter name in the model, without the prefixes of `torch.compile` and FSDP1."""
-    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
+    """Return a name in the plain model, without `torch.compile`, FSDP1 and checkpoint_wrapper."""
+    return re.sub(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.", "", name)
+
+
+def set_extra_state(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give each submodule its extra state; a load fills what `get_extra_state` returned.
+
+    Args:
+        module: The module.
+        values: Tensors by their names in `module.state_dict()`, see `parameter_name`.
+    """
+    for prefix, part in module.named_modules():
+        name = parameter_name(f"{prefix}._extra_state".removeprefix("."))
+        if name in values and type(part).set_extra_state is not nn.Module.set_extra_state:
+            part.set_extra_state(values[name])
 
 
 class HeldTensor(NamedTuple):

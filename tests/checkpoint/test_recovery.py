@@ -112,6 +112,11 @@ def test_resume_from_path(tmp_path: Path) -> None:
     elsewhere = tmp_path / "other"
     assert resolved(str(first), elsewhere) == first
     assert resolved(str(tmp_path / "run"), elsewhere) == second
+    (nested,) = save(tmp_path / "run" / "checkpoints", 3)
+    assert resolved(str(tmp_path / "run"), elsewhere) == second
+    shutil.copytree(nested.parent, tmp_path / "trainer" / "checkpoints")
+    found = resolved(str(tmp_path / "trainer"), elsewhere)
+    assert found == tmp_path / "trainer" / "checkpoints" / nested.name
     kept = tmp_path / "the one of the paper"
     shutil.copytree(first, kept)
     assert resolved(str(kept), elsewhere) == kept
@@ -129,6 +134,12 @@ def test_path_without_checkpoint_is_refused(tmp_path: Path, name: str, problem: 
     with pytest.raises(ConfigError, match=problem) as error:
         recovery.resolve(name if name == "atuo" else str(tmp_path / name), tmp_path)
     assert error.value.setting == "resume"
+
+
+def test_only_resume_can_be_auto(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"^directory = 'auto': .*auto does not exist$"):
+        recovery.resolve("auto", tmp_path, setting="directory")
 
 
 def test_named_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:

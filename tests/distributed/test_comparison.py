@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp.distributed.comparison import Fingerprint, check_same, describe_model, raise_difference
+from distmp.distributed.comparison import (
+    Fingerprint,
+    check_same,
+    describe_model,
+    hyperparameters,
+    raise_difference,
+)
 from distmp.errors import ConfigError, TrainingError
 from tests.ranks import ranks
 
@@ -35,6 +41,16 @@ def test_first_difference_between_ranks_is_named() -> None:
         raise_difference(dist.group.WORLD, described)
     with pytest.raises(TrainingError, match="ranks have called the engine differently"):
         raise_difference(dist.group.WORLD, {"a": "1"})
+
+
+def test_lists_of_numbers_are_compared() -> None:
+    optimizer = torch.optim.AdamW([("weight", torch.zeros(2))])
+    found = []
+    for beta in (0.99, 0.99, 0.98):
+        optimizer.param_groups[0]["betas"] = [0.9, beta]
+        found.append(hyperparameters(optimizer))
+    assert found[0] == found[1] != found[2]
+    assert "'weight'" not in repr(found)
 
 
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])

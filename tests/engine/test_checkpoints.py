@@ -22,13 +22,16 @@ from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
 from distmp.distributed.failing_together import Ranks
 from distmp.engine import checkpoints
+from distmp.engine.average import WeightAverage
 from distmp.engine.checkpoints import OPTIMIZER, OWN_NUMBERS
 from distmp.engine.engine import Engine
+from distmp.engine.settings import EmaConfig
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
+from distmp.export.weights import load_weights
 from distmp.train import main
 from tests.checkpoint.sealing import seal
 from tests.parallel.sharding import sharded
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 from tests.reference import (
     ONE_RANK,
     TWO_RANKS,
@@ -220,15 +223,19 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ConfigError, match=r"directory = .*missing.* does not exist"):
         engine.load(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"directory = 'auto': .* does not exist"):
+        engine.load("auto")
     assert engine.load(tmp_path / "missing", missing_ok=True) == {"step": 0}
     with pytest.raises(
         ConfigError, match=r"directory = .*0 on rank 0; .*1 on rank 1: differs betw"
     ):
         engine.load(tmp_path / str(rank), missing_ok=True)
     wrong = engine.state_dict() | {"model/module.bias": torch.ones(1)}
+    reshaped = engine.state_dict() | {"model/head.weight": torch.ones(1)}
     for state, problem in (
         (engine.weights(), "lacks model/"),
         (wrong, "has the unknown model/mod"),
+        (reshaped, r"lacks model/head\.weight \[5, 12\]"),
     ):
         with pytest.raises(
             ConfigError, match=rf"^state = .* tensors': {problem}.*; pass engine.st"
@@ -246,13 +253,16 @@ class Counting(torch.optim.Optimizer):
     """Counts in its groups and, as older optimizers do, in Python numbers per parameter."""
 
     def __init__(self, named: Any, lr: float = 0.1) -> None:
-        super().__init__(named, {"lr": lr, "k": 0, "betas": (0.9, 0.5), "weight_decay": 0.01})
+        defaults = {"lr": lr, "k": 0, "betas": (0.9, 0.5), "weight_decay": 0.01}
+        super().__init__(named, defaults | {"shares": [0.9, 0.5], "t": torch.zeros(1)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["k"] += 1
             group["betas"] = (0.9, group["betas"][1] / 3)
+            group["shares"][1] /= 3
+            group["t"] += 1
             group.setdefault("d", 1e-30)
             group["d"] *= 1.1
             for parameter in group["params"]:
@@ -262,6 +272,7 @@ class Counting(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 state["rms"] = 0.3 * state.get("rms", 1.0)
                 factor = state["rms"] / state["step"] + group["betas"][1] / group["k"]
+                factor += group["shares"][1] / group["t"].item()
                 parameter.sub_(parameter.grad, alpha=group["lr"] * factor)
 
 
@@ -278,6 +289,7 @@ def test_numbers_that_an_optimizer_keeps_are_saved(tmp_path: Path) -> None:
             train(other, steps, ONE_RANK)
             load(other)
             assert type(other.optimizer.param_groups[0]["k"]) is int
+            assert type(other.optimizer.param_groups[0]["shares"]) is list
             assert other.optimizer.param_groups[0]["weight_decay"] == 0.01
             train(other, 2, ONE_RANK, first=3)
             assert_same_bits(weights(other), weights(engine))
@@ -313,6 +325,60 @@ def test_extra_state_of_a_model_is_refused_unless_a_tensor() -> None:
     engine = make_engine(model=Extra(4, 4))
     with pytest.raises(CheckpointError, match="get_extra_state of the model returns a dict"):
         engine.state_dict()
+
+
+class Calls(nn.Module):
+    """A model whose extra state is a number, which `get_extra_state` returns as a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.part = make_model(), nn.Linear(1, 1)
+        self.part.requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.model(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.calls = int(state)
+
+
+@ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
+def test_extra_state_is_set_by_a_load(tmp_path: Path, strategy: str) -> None:
+    engine = make_engine(model=Calls(), strategy=strategy)
+    train(engine, 1, TWO_RANKS)
+    calls = engine.model.calls
+    assert calls > 0
+    engine.save(tmp_path / strategy)
+    engine.export(tmp_path / f"{strategy} weights")
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    for load in (lambda: engine.load(tmp_path / strategy), lambda: engine.load_state_dict(state)):
+        engine.model.calls = 0
+        load()
+        assert engine.model.calls == calls
+    load_weights(model := Calls(), tmp_path / f"{strategy} weights")
+    assert model.calls == calls
+
+
+@ranks(2)
+def test_shards_of_another_rank_are_refused() -> None:
+    engine = make_engine(strategy="ddp", shard_optimizer=True)
+    average = WeightAverage(engine, EmaConfig(0.5))
+    own = engine.state_dict(), engine.weights()
+    others, weights_of_others = (Ranks(None).gather(part)[1 - engine.world.rank] for part in own)
+    before = {name: value.clone() for name, value in own[0].items()}
+    for load, values in (
+        (engine.load_state_dict, others),
+        (average.load, weights_of_others),
+    ):
+        with pytest.raises(CheckpointError, match=r"is the elements \d+ to .* in the state"):
+            load(values)
+    assert_same_bits(engine.state_dict(), before)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".PT"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,9 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
         export(path, tmp_path / "new", "fp15")
     with pytest.raises(CheckpointError, match="beyond the range of float16"):
         export(path, tmp_path / "new", "fp16")
-    # In FP32 infinities of the checkpoint are exported as they are.
-    path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(float("inf"))})
-    assert export(path, tmp_path / "new").path == path
+    # Infinities of the checkpoint are exported as they are.
+    mask = torch.tensor([0.0, -math.inf])
+    path = checkpoint(tmp_path / "run", {"model/a": mask})
+    for dtype in ("fp32", "fp16"):
+        assert export(path, tmp_path / dtype, dtype).path == path
+        assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()

@@ -264,6 +264,17 @@ def test_replaced_weights_are_kept_until_new_ones_have_their_name(
     assert stored() == [4.0]
 
 
+def test_symbolic_link_to_weights_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "weights").symlink_to("disk")
+    for value in (1.0, 2.0):
+        weights = EngineWeights({"model/a": torch.tensor(value)}, keep=True)
+        write(tmp_path / "weights", weights, None, torch.float32)
+        assert load_file(tmp_path / "disk" / "model.safetensors")["a"] == value
+    assert (tmp_path / "weights").is_symlink()
+    assert len([*tmp_path.iterdir()]) == 2
+
+
 def test_tensors_in_file_are_aligned(tmp_path: Path) -> None:
     tensors = {
         "mask": torch.tensor([True, False, True]),

@@ -288,3 +288,10 @@ def test_options_refused_by_torch_scheduler_are_named(
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     with pytest.raises(ConfigError, match=rf"^schedule\.options = .*refused by {path}: "):
         create(optimizer)
+
+
+def test_scheduler_that_continues_without_initial_rates_is_refused() -> None:
+    options = {"step_size": 2, "last_epoch": 5}
+    config = ScheduleConfig("torch.optim.lr_scheduler:StepLR", 0, options=options)
+    with pytest.raises(ConfigError, match=r"^schedule\.options = .*initial_lr"):
+        schedule_factory(config, STEPS)(torch.optim.SGD([torch.zeros(1)], lr=0.5))

@@ -105,6 +105,41 @@ def test_finite_schedule_is_usable_up_to_its_end() -> None:
             reference.step()
 
 
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda step: (1 - step / 10) ** 0.9,  # complex after the end
+        [1 - step / 20 for step in range(11)].__getitem__,
+        {step: 1 - step / 20 for step in range(11)}.__getitem__,
+        torch.linspace(1, 0.5, 11).__getitem__,
+        lambda step: 1 / (11 - step),
+    ],
+    ids=["complex", "list", "dict", "tensor", "division"],
+)
+def test_only_a_rate_that_is_used_may_fail(factor: Any) -> None:
+    def build(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, factor)
+
+    reference = build(plain := make_optimizer(0.5))
+    rates = LearningRates(make_optimizer(0.5), build, CPU, on_device=False)
+    for applied in range(11):
+        rate = rates.set(count(applied), applied)
+        assert float(rate) == pytest.approx(float(plain.param_groups[0]["lr"]))
+        plain.step()
+        if applied < 10:
+            reference.step()
+    with pytest.raises(ConfigError, match="has no learning rate for update 12 "):
+        rates.set(count(11), 11)
+
+
+def test_schedule_that_continues_without_initial_rates_is_refused() -> None:
+    def build(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.StepLR(optimizer, 2, last_epoch=5)
+
+    with pytest.raises(ConfigError, match=r"schedule = 'build': cannot be called .*initial_lr"):
+        LearningRates(make_optimizer(0.8), build, CPU, on_device=False)
+
+
 @pytest.mark.parametrize("on_device", [True, False])
 def test_rate_beyond_fp32_is_refused(on_device: bool) -> None:
     message = r"\[1\]\['lr'\] = 1e\+39: use .* in the range of FP32"

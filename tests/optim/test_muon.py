@@ -117,6 +117,14 @@ def test_adamw_updates_all_except_hidden_matrices() -> None:
         assert torch.equal(own, other) is (name != "up.weight"), name
 
 
+def test_adamw_updates_matrices_without_elements() -> None:
+    empty = torch.zeros(0, 4, requires_grad=True)
+    empty.grad = torch.zeros(0, 4)
+    optimizer = Muon([("up.weight", empty)])
+    optimizer.step()
+    assert optimizer.matrices == []
+
+
 def test_rates_and_weight_decay_apply_per_rule() -> None:
     named = list(layers().named_parameters())
     optimizer = Muon(named, lr=0.5, weight_decay=0.2, adamw=["*up*"], adamw_lr=0.1)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distmp.errors import CheckpointError, ConfigError
+from distmp.optim import Muon
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from tests.ranks import in_turn, ranks
 
@@ -114,6 +115,55 @@ def test_state_that_is_no_number_is_refused_by_name() -> None:
     optimizer.state[named["a.weight"]]["old_dirs"] = [3]
     with pytest.raises(CheckpointError, match=r"LBFGS keeps 'old_dirs' of 'a\.weight' as list"):
         named_state(optimizer, names_of(named))
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    named = parameters()
+    optimizer = OPTIMIZERS["sgd"](named.values())
+    optimizer.state["k"] = torch.tensor([0])  # type: ignore[index, assignment]
+    with pytest.raises(CheckpointError, match="SGD has a state of 'k', not a parameter; use a"):
+        named_state(optimizer, names_of(named))
+
+
+class Adam(torch.optim.AdamW):
+    """Keeps the full weights, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for parameter, state in self.state.items():
+            state["full"] = parameter.detach().float()
+        return result
+
+
+KERNELS: dict[str, Build] = {
+    "adamw": lambda named: torch.optim.AdamW(named, fused=True),
+    "subclass": lambda named: Adam(named, fused=True),
+    "muon": lambda named: Muon(named),
+    "adamw without fused": lambda named: torch.optim.AdamW(named),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_stored_fp32_state_continues_with_16_bit_parameters(name: str) -> None:
+    first, second = parameters(), parameters()
+    optimizer = KERNELS[name](first.items())
+    take_steps(first, optimizer, 1)
+    stored = {key: value.clone() for key, value in named_state(optimizer, names_of(first)).items()}
+    for parameter in second.values():
+        parameter.data = parameter.data.bfloat16()
+        parameter.grad = None
+    fresh = KERNELS[name](second.items())
+    create_state(fresh, names_of(second), kinds(stored))
+    for key, live in named_state(fresh, names_of(second)).items():
+        live.copy_(stored[key])
+    for parameter in second.values():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    for parameter in second.values():
+        dtypes = {key: value.dtype for key, value in fresh.state[parameter].items()}
+        assert dtypes.pop("full", torch.float32) == torch.float32
+        assert dtypes.pop("step", torch.float32) == torch.float32
+        assert {*dtypes.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,33 @@ def test_clipping_of_gradients_whose_squares_are_beyond_fp32(
     torch.testing.assert_close(parameter.double(), -clipped, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_an_optimizer_that_is_named_twice_counts_once(enabled: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=1.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_([optimizer, optimizer], 1.0) == 5.0
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_step_after_a_failed_one_divides_once(clips: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0)
+    parameter.grad = torch.tensor([12.0, 16.0])
+    scaler.scale(torch.ones(()))
+    if clips:
+        scaler.clip_grad_norm_(optimizer, 10.0)
+    with mock.patch.object(optimizer, "step", side_effect=MemoryError), pytest.raises(MemoryError):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-3.0, -4.0]))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_unscaling_after_clipping_shows_the_gradient_that_is_stepped_with(fused: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))

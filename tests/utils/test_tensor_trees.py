@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import _pytree as pytree
 
-from distmp.utils.tensor_trees import checksum, map_tensors
+from distmp.utils.tensor_trees import checksum, map_tensors, set_extra_state
 
 Pair = namedtuple("Pair", ["left", "right"])
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
@@ -71,3 +72,18 @@ def test_batches_of_tokenizers_are_containers() -> None:
     assert batch["ids"].tolist() == [1, 1]
     assert checksum(batch) != checksum(doubled)
     assert checksum(batch) == checksum(map_tensors(torch.clone, batch))
+
+
+def test_extra_state_is_set_inside_of_wrappers() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Tensor:
+            return torch.tensor(0)
+
+        def set_extra_state(self, state: Tensor) -> None:
+            self.extra = state
+
+    model = nn.Sequential(checkpoint_wrapper(Extra(1, 1)), Extra(1, 1))
+    values = {f"{index}._extra_state": torch.tensor(index) for index in range(2)}
+    set_extra_state(model, values)
+    found = [part.extra.item() for part in model.modules() if type(part) is Extra]
+    assert found == [0, 1]
