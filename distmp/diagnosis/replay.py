@@ -95,7 +95,7 @@ class Probe:
             self._watch_parameters(name, module)
             self._keep(module.register_forward_pre_hook(self._entry_hook(name)))
         for name, module in self.module.named_modules():
-            hook = self._output_hook(name)
+            hook = self._output_hook(_joined(name, "").rstrip("."))
             self._keep(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
@@ -196,15 +196,26 @@ def non_finite_rows(value: Any, *, but_negative_inf: bool = False) -> list[int]:
 
 
 def _non_finite_in(value: Any, *, but_negative_inf: bool) -> Iterator[Tensor]:
-    """Yield where each floating-point tensor in containers is inf or NaN."""
+    """Yield where each floating-point tensor in containers is inf or NaN.
+
+    Of sparse and nested tensors, whose values are not in rows, it yields the number.
+    """
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            bad = ~leaf.isfinite()
-            yield bad & ~leaf.isneginf() if but_negative_inf else bad
+            has_rows = leaf.layout == torch.strided and not leaf.is_nested
+            values = leaf if has_rows else _stored_values(leaf)
+            values = values.float() if values.itemsize == 1 else values  # FP8 has no `isfinite`
+            bad = ~values.isfinite()
+            bad = bad & ~values.isneginf() if but_negative_inf else bad
+            yield bad if has_rows else bad.sum()
+
+
+def _stored_values(tensor: Tensor) -> Tensor:
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
+    return parameter_name(f"{module}.{name}" if module else name)
 
 
 def _summary(gradient: Tensor) -> Tensor:
@@ -278,9 +289,7 @@ class StepReplay:
             ],
             bad_rows=[non_finite_rows(batch, but_negative_inf=finite) for batch, finite in batches],
             forward=[probe.forward for probe in probes],
-            bad_parameters=[
-                parameter_name(name) for probe in probes for name in probe.bad_parameters
-            ],
+            bad_parameters=[name for probe in probes for name in probe.bad_parameters],
             bad_weights=_non_finite(weights, torch.float32),
             overflowing_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),
