@@ -147,8 +147,7 @@ class Audit:
         apart = part < sum(each is not None for each in self._gradients().values())
         step.is_clipped_apart |= apart or step.max_norm is not None
         step.max_norm = float(max_norm)
-        with _disable_current_modes():
-            step.norm = None if step.is_clipped_apart else float(gradients.full(norm))
+        step.norm = None if step.is_clipped_apart else float(norm)
 
     def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a scaler, which may skip that of the optimizer."""

@@ -19,7 +19,6 @@ import pickle
 import sys
 import tempfile
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -55,10 +54,10 @@ def _run(call: bytes, n: int, timeout: float = _TIMEOUT) -> None:
         try:
             start_processes(_rank_main, arguments, n, True, True, "forkserver")
         except ProcessException as error:
-            skipped = Path(f"{arguments[-1]} {error.error_index}")
-            if skipped.exists():
-                pytest.skip(skipped.read_text())
             problem = f"rank {error.error_index} of {n}: {str(error).strip()}"
+            *_, skips, reason = problem.rpartition("\nRuntimeError: Skipped: ")
+            if skips:
+                pytest.skip(reason)
             pytest.fail(problem, pytrace=False)
 
 
@@ -78,9 +77,7 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     try:
         function(**arguments)
     except (pytest.skip.Exception, pytest.fail.Exception, SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, pytest.skip.Exception):
-            Path(f"{meeting} {rank}").write_text(str(error))
-        # torch passes only an `Exception` to the parent.
+        # torch passes only the text of an `Exception` to the parent.
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.

@@ -69,9 +69,8 @@ class Reference:
         for name, each in stacked.items():
             wanted, measured = _mean(each, weights), step.gradients.get(name)
             flat, added = (_flat(g, wanted) for g in (measured, step.former.get(name)))
-            split.in_16_bits.update(
-                [name] if measured is not None and measured.itemsize == 2 else []
-            )
+            if measured is not None and measured.itemsize == 2:
+                split.in_16_bits.add(name)
             split.products[name] = _products([*each.flatten(0, 1), added, flat])
             split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
             if name in ideal:
