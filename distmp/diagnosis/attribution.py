@@ -18,6 +18,7 @@ import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.errors import rank_names
+from distmp.utils.dtypes import dtype_name
 
 FP16_LARGEST = 65504.0
 # A lower scale does not help if it turns a larger share of the gradient into zeros.
@@ -126,6 +127,7 @@ class OverflowContext:
         weight: The sum of the weights of all microbatches and ranks.
         floor: The lower limit of the loss scale; None if the scale is not dynamic.
         compute_dtype: The dtype of activations and their gradients.
+        reduce_dtype: The dtype in which gradients are summed over ranks.
         has_masters: Whether the model's parameters are copied from FP32 master weights after every
             step.
         has_updates: Whether updates were applied before the step.
@@ -136,6 +138,7 @@ class OverflowContext:
     weight: float
     floor: float | None
     compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     has_masters: bool
     has_updates: bool
     exact: bool
@@ -238,7 +241,7 @@ def diagnose(evidence: Evidence, context: OverflowContext) -> OverflowReport:
         or _forward(evidence, context)
         or _other_loss(evidence, context)
         or _backward(evidence, context, fitting, lost)
-        or _reduction(evidence)
+        or _reduction(evidence, context)
         or _not_repeated(context)
     )
     parameters = [entry for rank in evidence for entry in rank.parameters[:PARAMETERS_NAMED]]
@@ -455,14 +458,14 @@ def _scale(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
-def _reduction(evidence: Evidence) -> OverflowReport | None:
+def _reduction(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
     largest = max(stats.largest for stats in evidence)
-    if sum(stats.largest for stats in evidence) < torch.finfo(torch.float32).max:
+    if sum(stats.largest for stats in evidence) < torch.finfo(context.reduce_dtype).max:
         return None
     ranks = tuple(rank for rank, stats in enumerate(evidence) if stats.largest == largest)
     text = (
         f"the gradients of each rank are finite, up to {largest:.3g}, but their sum is beyond "
-        "float32"
+        f"{dtype_name(context.reduce_dtype)}"
     )
     advice = "lower the learning rate, or a loss scale that is set too high"
     return OverflowReport("reduction", text, advice, ranks)

@@ -96,7 +96,7 @@ class Probe:
             self._watch_parameters(name, module)
             self._keep(module.register_forward_pre_hook(partial(self._watch_parameters, name)))
         for name, module in self.module.named_modules():
-            hook = partial(self._check_output, name)
+            hook = partial(self._check_output, parameter_name(f"{name}.").rstrip("."))
             self._keep(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
@@ -125,7 +125,7 @@ class Probe:
             if sharded or not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             self._watched[id(parameter)] = parameter
-            name = f"{unit}.{local_name}".lstrip(".")
+            name = parameter_name(f"{unit}.{local_name}".lstrip("."))
             self._check_finite(name, parameter)
             self._keep(parameter.register_hook(partial(self._check_gradient, name)))
 
@@ -162,7 +162,9 @@ class Probe:
             for local_name, parameter in module.named_parameters(recurse=False):
                 # The parameter may have been written to since the beginning of forward.
                 if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
-                    self._check_finite(f"{name}.{local_name}".lstrip("."), parameter)
+                    self._check_finite(
+                        parameter_name(f"{name}.{local_name}".lstrip(".")), parameter
+                    )
 
 
 def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
@@ -190,11 +192,22 @@ def non_finite_rows(value: Any, *, but_negative_inf: bool = False) -> list[int]:
 
 
 def _non_finite_in(value: Any, *, but_negative_inf: bool) -> Iterator[Tensor]:
-    """Yield where each floating-point tensor in containers is inf or NaN."""
+    """Yield where each floating-point tensor in containers is inf or NaN.
+
+    Of sparse and nested tensors, whose values are not in rows, it yields the number.
+    """
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            bad = ~leaf.isfinite()
-            yield bad & ~leaf.isneginf() if but_negative_inf else bad
+            has_rows = leaf.layout == torch.strided and not leaf.is_nested
+            values = leaf if has_rows else _stored_values(leaf)
+            values = values.float() if values.itemsize == 1 else values  # FP8 has no `isfinite`
+            bad = ~values.isfinite()
+            bad = bad & ~values.isneginf() if but_negative_inf else bad
+            yield bad if has_rows else bad.sum()
+
+
+def _stored_values(tensor: Tensor) -> Tensor:
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
 
 
 def _summary(gradient: Tensor) -> Tensor:
@@ -268,9 +281,7 @@ class StepReplay:
             ],
             bad_rows=[non_finite_rows(batch, but_negative_inf=finite) for batch, finite in batches],
             forward=[probe.forward for probe in probes],
-            bad_parameters=[
-                parameter_name(name) for probe in probes for name in probe.bad_parameters
-            ],
+            bad_parameters=[name for probe in probes for name in probe.bad_parameters],
             bad_weights=_non_finite(weights, torch.float32),
             overflowing_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),

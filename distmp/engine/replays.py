@@ -68,6 +68,7 @@ class Replays:
             weight=numbers.weight,
             floor=state.loss_scale.floor,
             compute_dtype=setup.policy.compute_dtype,
+            reduce_dtype=setup.policy.reduce_dtype,
             has_masters=setup.policy.has_masters,
             has_updates=numbers.applied_total > 0,
             exact=int(state.counts[0]) == numbers.applied_total,

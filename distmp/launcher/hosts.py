@@ -60,10 +60,9 @@ def read_hosts(text: str) -> list[Host]:
     Raises:
         ConfigError: If there is no host, a host is listed twice, or a line is invalid.
     """
-    path = Path(text)
-    if path.is_file():
+    if os.path.isfile(text):  # Path.is_file raises for a long list
         try:
-            lines = path.read_text().splitlines()
+            lines = Path(text).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             problem = getattr(error, "strerror", "it is not text")
             raise ConfigError("--hosts", text, f"cannot be read ({problem})") from None
@@ -131,12 +130,15 @@ def plan_hosts(
         variables: The environment of this machine.
 
     Raises:
-        ConfigError: If the user's options configure another kind of rendezvous.
+        ConfigError: If the user's options configure another kind of rendezvous, or need more hosts.
         AddressError: If the first machine has no address.
     """
     if given.own_rendezvous or given.node_rank is not None:
         option = "--" + (given.own_rendezvous or "node_rank").replace("_", "-")
         raise ConfigError("--hosts", ",".join(host.name for host in hosts), f"leave out {option}")
+    min_nodes = given.nnodes[0] if given.nnodes else len(hosts)
+    problem = f"--hosts names only {len(hosts)}; add hosts, or leave out --nnodes"
+    require(min_nodes <= len(hosts), "--nnodes", min_nodes, problem)
     options = _rendezvous_options(hosts, ssh, given, network)
     shared = [option.value for option in options]
     environment = [
@@ -152,7 +154,6 @@ def plan_hosts(
         ]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
         commands[host.name] = [*ssh, *_SSH_OPTIONS, host.name, remote]
-    min_nodes = given.nnodes[0] if given.nnodes else len(hosts)
     return HostsPlan(commands, options, min_nodes)
 
 

@@ -173,8 +173,8 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
     def average(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         group = dist.group.WORLD if group is None else group
         gradients = bucket.buffer()
-        # Divided before the cast: a sum of many ranks may not fit into 16 bits.
-        reduced = gradients.div(group.size()).to(dtype)
+        # Divided in FP32, and before the cast: a sum of many ranks may not fit into 16 bits.
+        reduced = gradients.to(torch.float32).div_(group.size()).to(dtype)
         work = dist.all_reduce(reduced, group=group, async_op=True)
         assert work is not None  # None means that this rank is not in the group
         return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))

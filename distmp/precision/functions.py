@@ -24,9 +24,10 @@ from distmp.utils.tensor_trees import map_tensors
 class Fp32Functions(TorchFunctionMode):
     """Calls the named functions with FP32 copies of 16-bit tensors.
 
-    Results are rounded to the 16-bit dtype, as those of kept modules, because the next layer needs
-    it; 0-dim results, such as losses, stay FP32 and do not overflow. Every other call of torch
-    costs a few microseconds more, so the mode is entered only if the policy names functions.
+    Results are rounded to the dtype that they have without the mode, which the next layer needs:
+    16 bits, or that of `dtype=` and FP32 arguments. 0-dim results, such as losses, stay FP32 and do
+    not overflow. Every other call of torch costs a few microseconds more, so the mode is entered
+    only if the policy names functions.
 
     Args:
         names: Names of functions or methods, such as `prod` or `cross_entropy`.
@@ -41,22 +42,26 @@ class Fp32Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "").removeprefix("special_")
         if name not in self._names:
             return func(*args, **kwargs)
-        dtypes: list[torch.dtype] = []
+        dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
         copies: list[Tensor] = []
 
         def in_fp32(tensor: Tensor) -> Tensor:
-            if tensor.dtype not in SIXTEEN_BIT:
-                return tensor
-            dtypes.append(tensor.dtype)
-            copies.append(tensor.float())
-            return copies[-1]
+            is_narrow = tensor.dtype in SIXTEEN_BIT
+            # torch promotes to FP32, except for FP32 weights of normalization and attention masks.
+            is_wide = tensor.dtype == torch.float32 and tensor.dim() > 0
+            if is_narrow or (is_wide and not name.endswith(("_norm", "attention"))):
+                dtypes.append(tensor.dtype)
+            if is_narrow:
+                copies.append(tensor.float())
+            return copies[-1] if is_narrow else tensor
 
         result = func(*map_tensors(in_fp32, args), **map_tensors(in_fp32, kwargs))
         if not copies:
             return result
         if not torch.compiler.is_compiling():  # compiled code has no storages to compare
             _refuse_shared(name, copies, result)
-        return map_tensors(lambda part: _rounded(part, dtypes[0]), result)
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        return map_tensors(lambda part: _rounded(part, dtype), result)
 
 
 def _refuse_shared(name: str, copies: list[Tensor], result: Any) -> None:

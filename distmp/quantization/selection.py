@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.precision.keep import matching_modules, modules_in_fp32, with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.operands import BLOCK_SIZES
@@ -43,7 +43,8 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         blocks: Names of the model's blocks, in order.
 
     Raises:
-        ConfigError: If a pattern of the policy matches nothing, or no layer is suitable.
+        ConfigError: If a pattern of the policy matches nothing or the whole model, or no layer is
+            suitable.
     """
     linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     in_fp32 = with_submodules(modules_in_fp32(model, policy).values())
@@ -99,6 +100,8 @@ def _matched(
     else:
         optional = pattern in OPTIONAL
         tops = [*matching_modules(model, pattern, "precision.policy.hp", optional=optional)]
+        problem = "keeps the whole model in the compute dtype; use bf16"
+        require("" not in tops or optional, "precision.policy.hp", pattern, problem)
     return [name for name in linear if any(f"{name}.".startswith(f"{top}.") for top in tops)]
 
 

@@ -1,7 +1,7 @@
 """Prints the report of an audit.
 
-The exit code is 1 if the gradient is wrong, 2 if this is not decided, 3 if the file has no report,
-and otherwise 0.
+The exit code is 1 if the gradient is wrong, 2 if this is not decided, 3 if there is no
+report, and otherwise 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a report; return the exit code."""
     parser = argparse.ArgumentParser("python -m distmp.testing", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON of a report")
-    file = parser.parse_args(arguments).file
     try:
+        file = parser.parse_args(arguments).file
         report = AuditReport(**json.loads(file.read_text()))
         check_types(report)
+    except SystemExit as end:  # argparse exits with 2
+        return 3 if end.code else 0
     except (OSError, TypeError, ValueError, RecursionError) as error:
         sys.stderr.write(f"{file} is not the report of an audit: {error}\n")
         return 3

@@ -118,7 +118,11 @@ class Audit:
         clip, clip_scaled = clip_grad._clip_grads_with_norm_, DistributedGradScaler.clip_grad_norm_
 
         def clipped(parameters: Any, max_norm: float, total_norm: Any, foreach: Any = None) -> None:
-            self._clip(parameters, max_norm, total_norm)
+            with _disable_current_modes():
+                norm = clip_grad._get_total_norm([p.grad for p in parameters if p.grad is not None])
+                norm, other = (gradients.full(each) for each in (norm, total_norm))
+            # Another norm clips as the 2-norm does with another limit. Both norms may be 0.
+            self._clip(parameters, max_norm * float((norm / other).nan_to_num(1.0)), norm)
             clip(parameters, max_norm, total_norm, foreach)
 
         def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
@@ -143,8 +147,7 @@ class Audit:
         apart = part < sum(each is not None for each in self._gradients().values())
         step.is_clipped_apart |= apart or step.max_norm is not None
         step.max_norm = float(max_norm)
-        with _disable_current_modes():
-            step.norm = None if step.is_clipped_apart else float(gradients.full(norm))
+        step.norm = None if step.is_clipped_apart else float(norm)
 
     def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a scaler, which may skip that of the optimizer."""

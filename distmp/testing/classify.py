@@ -384,13 +384,15 @@ def _common_factor(predictions: list[_Predictions], names: list[str]) -> tuple[s
     factors, norms = np.transpose(found)
     if power := _power_of_2(factors):
         return "loss_scale", f": 2 ** {power}"
-    reduced = norms[factors < 1 - 1e-3]
+    reduced, is_constant = norms[factors < 1 - 1e-3], np.ptp(factors) < 1e-3 * abs(factors[0])
     # Gradients below the limit are not clipped, and no larger one is left as it is.
     if len(reduced) and factors.max() <= 1 + 1e-3 and norms.max() <= 1.001 * reduced.min():
         if power := _power_of_2([(predictions[0].split.max_norm or 0.0) / reduced[0]]):
             return "loss_scale", f": clipped before it was unscaled: to max_norm / 2 ** {power}"
-        return "clipped", f", to the norm {reduced[0]:.4g}"
-    if np.ptp(factors) < 1e-3 * factors.max():
+        if not is_constant or len(factors) == 1:
+            return "clipped", f", to the norm {reduced[0]:.4g}"
+        return "constant", f": {factors[0]:.5g}, or clipped to the norm {reduced[0]:.4g}"
+    if is_constant:
         return "constant", f": {factors[0]:.5g}"
     return "miscounted", f": {', '.join(f'{each:.5g}' for each in factors)} of the one wanted"
 

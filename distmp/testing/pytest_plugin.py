@@ -7,7 +7,7 @@ In `conftest.py`: `pytest_plugins = ["distmp.testing.pytest_plugin"]`. Then
 
 runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks are forked
 from a server that has imported torch once. They meet in a file, so no port is used, and end with
-the test. The first rank that fails decides the message; pytest shows the output of all ranks.
+the test. The first rank that fails or skips decides the outcome; pytest shows the output of all.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def _run(call: bytes, n: int, timeout: float = _TIMEOUT) -> None:
             start_processes(_rank_main, arguments, n, True, True, "forkserver")
         except ProcessException as error:
             problem = f"rank {error.error_index} of {n}: {str(error).strip()}"
+            *_, skips, reason = problem.rpartition("\nRuntimeError: Skipped: ")
+            if skips:
+                pytest.skip(reason)
             pytest.fail(problem, pytrace=False)
 
 
@@ -71,7 +74,11 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     dist.init_process_group("gloo", None, limit, world_size, rank, store)
     faulthandler.dump_traceback_later(timeout, exit=True)
     function, arguments = pickle.loads(call)
-    function(**arguments)
+    try:
+        function(**arguments)
+    except (pytest.skip.Exception, pytest.fail.Exception, SystemExit, KeyboardInterrupt) as error:
+        # torch passes only the text of an `Exception` to the parent.
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.set(f"rank {rank} is done", "")

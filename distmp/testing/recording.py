@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.errors import require
 from distmp.testing.gradients import ByName, unwrapped
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.tensor_trees import map_tensors, parameter_name
+from distmp.utils.generators import restorers
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,7 +85,7 @@ class Forward(_Watched):
     Attributes:
         args: Its positional arguments.
         kwargs: Its keywords.
-        generators: State of the random generators before it; may be empty.
+        generators: Functions that restore the random generators before it; may be empty.
         autocast: Dtype of autocast; None without autocast.
         losses: The losses that were computed from it.
         is_watched: Whether there are outputs that can get gradients.
@@ -91,7 +93,7 @@ class Forward(_Watched):
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    generators: Sequence[Tensor] = ()
+    generators: Sequence[Callable[[], object]] = ()
     autocast: torch.dtype | None = None
     losses: list[Loss] = field(default_factory=list)
     is_watched: bool = False
@@ -243,8 +245,8 @@ class _Recorder(TorchFunctionMode):
             enabled = torch.is_autocast_enabled(self._device)
             autocast = torch.get_autocast_dtype(self._device) if enabled else None
             args, kwargs = map_tensors(lambda t: t.detach().to("cpu", copy=True), [args, kwargs])
-            on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-            self._running = Forward(args, kwargs, [torch.get_rng_state(), *on_gpu], autocast)
+            generators = restorers(torch.device(self._device))
+            self._running = Forward(args, kwargs, generators, autocast)
             step.forwards.append(self._running)
             step.training = {parameter_name(n): part.training for n, part in model.named_modules()}
 
@@ -280,6 +282,40 @@ class _Collectives(TorchDispatchMode):
             name = func._schema.name.rpartition("::")[2].strip("_")
             self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
         return func(*args, **(kwargs or {}))
+
+
+# Functions whose random numbers depend on the dtype.
+_DRAWS = re.compile(r"aten\.(randn?|normal|uniform|bernoulli|exponential)(_like)?_?\.(?!.*out).*")
+
+
+class Draws(TorchDispatchMode):
+    """Lists the dtypes in which random numbers are drawn, or draws float64 ones in those dtypes.
+
+    A model that draws in the dtype of its activations would get other numbers in float64.
+
+    Args:
+        run: The one that has listed the dtypes; None for a new list.
+    """
+
+    def __init__(self, run: Draws | None = None) -> None:
+        super().__init__()
+        self._dtypes: list[torch.dtype] = []
+        self._run = iter(run._dtypes) if run else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _DRAWS.fullmatch(str(func)):
+            return func(*args, **kwargs)
+        if self._run is None:
+            result = func(*args, **kwargs)
+            self._dtypes.append(result.dtype if result.is_floating_point() else torch.float32)
+            return result
+        dtype = next(self._run, torch.float64)  # none are listed for a model in float64
+        given, options = map_tensors(floating_point_cast(dtype), [args, kwargs])
+        if kwargs.get("dtype") is torch.float64:
+            options["dtype"] = dtype
+        drawn = floating_point_cast(torch.float64)(func(*given, **options))
+        return args[0].copy_(drawn) if func._schema.is_mutable else drawn
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
 from distmp.testing.classify import Array, SplitResult
 from distmp.testing.gradients import plain_model, unwrapped
-from distmp.testing.recording import PASS, Forward, Step, replaced_outputs
+from distmp.testing.recording import PASS, Draws, Forward, Step, replaced_outputs
+from distmp.utils.generators import generators_kept
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
@@ -45,7 +46,8 @@ class Reference:
     def __init__(self, model: nn.Module, loss_sum: LossSum | None) -> None:
         self._model = unwrapped(model)
         self._loss_sum: Any = loss_sum
-        self._device = next(self._model.parameters()).device.type
+        self._device = next(self._model.parameters()).device
+        self._draws = Draws()
 
     def compared(self, name: str, step: Step, extra: str, *, exact: bool) -> SplitResult:
         """Compare what a step has measured with the gradients of its microbatches.
@@ -67,9 +69,8 @@ class Reference:
         for name, each in stacked.items():
             wanted, measured = _mean(each, weights), step.gradients.get(name)
             flat, added = (_flat(g, wanted) for g in (measured, step.former.get(name)))
-            split.in_16_bits.update(
-                [name] if measured is not None and measured.itemsize == 2 else []
-            )
+            if measured is not None and measured.itemsize == 2:
+                split.in_16_bits.add(name)
             split.products[name] = _products([*each.flatten(0, 1), added, flat])
             split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
             if name in ideal:
@@ -104,7 +105,8 @@ class Reference:
         stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
         exact = step.compute is torch.float64
         plain = plain_model(self._model, tensors, step.training, casts=not exact)
-        with torch.random.fork_rng(), torch.enable_grad(), plain:
+        draws = self._draws = Draws(self._draws if exact else None)
+        with generators_kept(self._device), torch.enable_grad(), plain, draws:
             for index, each in enumerate(step.forwards):
                 weight, factor, others = self._backward(each, cast, exact)
                 numbers[index] = torch.tensor([weight, others])
@@ -124,11 +126,10 @@ class Reference:
         Returns:
             The weight, what makes the gradients those of the loss sum, and the scale of others.
         """
-        setters = torch.set_rng_state, torch.cuda.set_rng_state
-        for state, setter in zip(forward.generators, setters, strict=False):
-            setter(state)
+        for restore in forward.generators:
+            restore()
         dtype = None if exact else forward.autocast
-        with torch.autocast(self._device, dtype, dtype is not None, False):
+        with torch.autocast(self._device.type, dtype, dtype is not None, False):
             if self._loss_sum is None:
                 weight, scale, others = forward.weight_and_scales()
                 args, kwargs = map_tensors(cast, [forward.args, forward.kwargs])
@@ -147,14 +148,15 @@ class Reference:
 
     def _tensors(self, step: Step) -> tuple[dict[str, Tensor], Cast]:
         """Return parameters and buffers in a dtype, and a function for inputs."""
-        trained = {name: p.requires_grad for name, p in self._model.named_parameters()}
-        names = {**dict.fromkeys(dict(self._model.named_buffers()), False), **trained}
-        held = {name: step.state[parameter_name(name)] for name in names}
+        parameters = dict(self._model.named_parameters())
+        # Buffers that the first forward has registered are not in the state before it.
+        now = {**dict(self._model.named_buffers()), **parameters}
+        held = {name: step.state.get(parameter_name(name), tensor) for name, tensor in now.items()}
         device = next(iter(held.values())).device
         # FSDP casts parameters and inputs.
-        compute = step.compute if step.compute not in {held[n].dtype for n in trained} else None
+        compute = step.compute if step.compute not in {held[n].dtype for n in parameters} else None
         cast = floating_point_cast(compute) if compute else lambda tensor: tensor
-        copies = {n: cast(t).clone().requires_grad_(names[n]) for n, t in held.items()}
+        copies = {n: cast(t).clone().requires_grad_(now[n].requires_grad) for n, t in held.items()}
         # `loss_sum` may change its inputs in place.
         return copies, lambda tensor: cast(tensor.to(device, copy=True))
 

@@ -99,7 +99,8 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
         locations += [data.path, data.validation_path]
         locations += [value for value in data.options.values() if isinstance(value, str)]
     for location in filter(None, locations):
-        yield from _files(location, Path(location).expanduser())
+        # Any text, which methods of Path would refuse if it is long or has an unknown user.
+        yield from _files(location, Path(os.path.expanduser(location)))
 
 
 def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
@@ -112,9 +113,9 @@ def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
 
 
 def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
-    if path.is_file():
+    if os.path.isfile(path):
         yield location, path
-    elif path.is_dir():
+    elif os.path.isdir(path):
         for file in _below(path):
             yield f"{location}/{file.relative_to(path)}", file
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,17 +22,28 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
         device: Device whose generator of torch is restored, too, besides that of the CPU:
             `torch.manual_seed` seeds all devices.
     """
-    before = np.random.get_state(legacy=False), random.getstate()  # as a tuple takes longer
-    on_cpu = device is None or device.type == "cpu"
+    generators = restorers(device)
     try:
-        with torch.random.fork_rng(
-            devices=[] if on_cpu else [device],
-            device_type="cuda" if device is None or on_cpu else device.type,
-        ):
-            yield
+        yield
     finally:
-        np.random.set_state(before[0])
-        random.setstate(before[1])
+        for restore in generators:
+            restore()
+
+
+def restorers(device: torch.device | None = None) -> list[Callable[[], object]]:
+    """Return functions that restore the generators of `generators_kept` as they are now.
+
+    Args:
+        device: As of `generators_kept`.
+    """
+    found: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state(legacy=False)),  # a tuple takes longer
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if device is not None and device.type == "cuda":
+        found.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+    return found
 
 
 def seed_generators(key: str, device: torch.device | None = None) -> None:

@@ -28,6 +28,7 @@ def make_context(**changes: Any) -> OverflowContext:
         "weight": 8.0,
         "floor": 1.0,
         "compute_dtype": torch.float16,
+        "reduce_dtype": torch.float32,
         "has_masters": True,
         "has_updates": True,
         "exact": True,
@@ -277,6 +278,9 @@ def test_overflow_of_sum_over_ranks_is_attributed() -> None:
     )
     assert (report.cause, report.ranks) == ("reduction", (1,))
     assert "up to 3e+38, but their sum is beyond float32" in report.diagnosis
+    report = diagnose([make_stats(4e4)] * 2, make_context(reduce_dtype=torch.float16))
+    assert (report.cause, report.ranks) == ("reduction", (0, 1))
+    assert "up to 4e+04, but their sum is beyond float16" in report.diagnosis
 
 
 @pytest.mark.parametrize("exact", [True, False])

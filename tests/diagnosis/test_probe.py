@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from distmp.diagnosis.attribution import ForwardOverflow
 from distmp.diagnosis.histogram import ExponentHistogram
-from distmp.diagnosis.replay import GradientSummary, Probe, count_non_finite, non_finite_rows
+from distmp.diagnosis.replay import (
+    GradientSummary,
+    Probe,
+    count_non_finite,
+    first_overflows,
+    non_finite_rows,
+)
 
 
 def units(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -138,6 +144,50 @@ def test_non_finite_values_are_counted() -> None:
     assert count_non_finite(batch) == 2
     assert count_non_finite(batch, but_negative_inf=True) == 1
     assert count_non_finite((F.relu(mask), None, "text")) == 0
+
+
+STORED = torch.tensor([[0.0, math.inf], [math.nan, 1.0], [-math.inf, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows"),
+    [
+        (STORED.to_sparse(), []),
+        (torch.sparse_coo_tensor([[0, 0, 1]], STORED, (2, 2)), []),  # not coalesced
+        (STORED.to_sparse_csr(), []),
+        (torch.nested.as_nested_tensor([STORED[:1], STORED[1:]], layout=torch.jagged), []),
+        (torch.nested.as_nested_tensor([STORED[:1], STORED[1:]]), []),
+        (STORED.to(torch.float8_e5m2), [0, 1]),
+    ],
+)
+def test_values_of_other_layouts_and_dtypes_are_counted(tensor: Tensor, rows: list[int]) -> None:
+    assert count_non_finite([tensor]) == 3
+    assert count_non_finite([tensor], but_negative_inf=True) == 2
+    assert non_finite_rows([tensor], but_negative_inf=True) == rows
+
+
+class Compiled(nn.Module):
+    """Has the names of a model of `torch.compile`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(x)
+
+
+def test_names_are_those_of_the_model_that_was_compiled() -> None:
+    for model, module, name in (
+        (Compiled(nn.Linear(2, 2)), "", "weight"),
+        (Compiled(nn.Sequential(nn.ReLU(), Compiled(nn.Linear(2, 2)))), "1", "1.weight"),
+    ):
+        with Probe(model, units(model)) as probe:
+            model(torch.full((1, 2), math.inf)).sum().backward()
+        assert probe.forward is not None
+        assert probe.forward.module == ("" if not module else "0")
+        (first,) = first_overflows([probe.gradients()], rank=0)
+        assert (first.name, first.module) == (name, module)
 
 
 def test_first_rows_with_non_finite_values_are_found() -> None:

@@ -25,12 +25,15 @@ from tests.progress import wait_until
 from tests.torchrun import TINY, corpus, environment, python
 from tests.two_hosts import NAMES, TwoHosts
 
+NODES = [Host(f"node{n}") for n in range(60)]
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("a", [Host("a")]),
         ("a,me@b:4", [Host("a"), Host("me@b", 4)]),
+        (",".join(host.name for host in NODES), NODES),
         ("10.0.0.1, n-2.example.org", [Host("10.0.0.1"), Host("n-2.example.org")]),
     ],
 )
@@ -45,7 +48,8 @@ def test_hosts_are_read_from_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "-v", "a;b", "no/such/file"]
+    "text",
+    ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "-v", "a;b", "no/such/file"],
 )
 def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
@@ -137,6 +141,12 @@ def test_other_rendezvous_with_hosts_is_refused(ssh: list[str]) -> None:
     for given in (UserOptions(own_rendezvous="master_addr"), UserOptions(node_rank=0)):
         with pytest.raises(ConfigError, match="leave out --"):
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
+
+
+@pytest.mark.parametrize("nnodes", [(3, 3), (3, 4)])
+def test_more_nodes_than_hosts_are_refused(ssh: list[str], nnodes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="--nnodes = 3: --hosts names only 2; add hosts"):
+        plan_hosts([Host("n1"), Host("n2")], ssh, UserOptions(nnodes=nnodes), [], network(), {})
 
 
 class Running(subprocess.Popen[str]):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -220,6 +221,17 @@ def test_builders_apply_every_policy_field(text: str, expected: Expected) -> Non
             ddp_comm_hook(built)
     else:
         assert (ddp_comm_hook(built) is None) == (expected.ddp_sends is None)
+
+
+@ranks(3)
+def test_ddp_divides_16_bit_gradients_in_fp32() -> None:
+    every = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hook = ddp_comm_hook(policy("bf16-pure,accumulate=bf16"))
+    assert hook is not None
+    own = every[dist.get_rank()].clone()
+    found = hook(None, SimpleNamespace(buffer=lambda: own)).wait()
+    # The gradients are rounded once; ties may be rounded to the other side.
+    assert (found == every.double().mean(0).bfloat16()).float().mean() > 0.99
 
 
 @ranks(2)

@@ -91,6 +91,34 @@ def test_special_functions_follow_common_names() -> None:
     assert number.dtype == torch.float32, "numbers are not rounded"
 
 
+def statistics(x: Tensor) -> Tensor:
+    """Return mean and variance, in FP32 for 16 bits."""
+    return torch.ones(2, 4, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("softmax", lambda x: F.softmax(x, -1, dtype=torch.float32)),
+        ("softmax", lambda x: x.softmax(-1, torch.float32)),
+        ("sum", lambda x: x.sum(1, dtype=torch.float32)),
+        ("sum", lambda x: x.sum(1, dtype=torch.float64)),
+        ("mse_loss", lambda x: F.mse_loss(x.float() + 1, x, reduction="none")),
+        ("mul", lambda x: torch.mul(x, torch.tensor(3.0))),
+        ("mul", lambda x: torch.mul(x, torch.ones(4))),
+        ("add", lambda x: torch.add(x, torch.ones(4, dtype=torch.float16))),
+        ("batch_norm", lambda x: F.batch_norm(x, *statistics(x))),
+        ("softmax", lambda x: x.softmax(-1)),
+    ],
+)
+def test_results_have_the_dtype_of_torch(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    x = X[:2, :4].bfloat16()
+    with functions_in_fp32([name]):
+        found = function(x)
+    assert found.dtype == function(x).dtype
+    assert found.double().allclose(function(x.double()).double(), rtol=2.0**-8)
+
+
 class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,9 @@ def test_fp32_layers_use_full_precision_matmuls() -> None:
         ("fp8,hp=hed", "matches no module of the model"),
         ("fp8,hp=first9", "the model has 5 blocks"),
         ("fp8,hp=last0", "selects no block; use 1 or more"),
-        ("fp8,hp=*", "gives no linear layer low-precision matmuls"),
+        ("fp8,hp=*", r"hp = '\*': keeps the whole model"),
+        ("fp8,hp=blocks*|head|embedding", "gives no linear layer low-precision matmuls"),
+        ("fp8,hp=Model", "hp = 'Model': keeps the whole model"),
     ],
 )
 def test_errors(text: str, problem: str) -> None:

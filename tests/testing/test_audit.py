@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import default_collate
 import distmp
 from distmp.errors import ConfigError
 from distmp.testing import AuditReport, check_gradient
+from distmp.utils.generators import seed_all
 from tests.ranks import ranks
 from tests.testing import scripts
 from tests.testing.scripts import make_model
@@ -369,6 +371,35 @@ def test_other_gradients_are_unexplained() -> None:
             parameter.grad += 0.1 * torch.randn_like(parameter)
 
     assert kinds(audited(Labelled(), token_mean, add_noise)) == ["unexplained"]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_clipping_by_other_norms(norm_type: float) -> None:
+    def clip(model: nn.Module, max_norm: float = 0.01) -> None:
+        clip_grad_norm_(model.parameters(), max_norm, norm_type)
+
+    for limit in (clip, functools.partial(clip, max_norm=1e6)):
+        assert audited(Labelled(), token_mean, limit).exit_code == 0
+        assert kinds(audited(Labelled(), mean_of_means, limit)) == ["microbatch_means"]
+
+
+def test_random_numbers_of_forwards_are_drawn_again() -> None:
+    """Those of Python, too, and in the dtype of the activations."""
+
+    def drop_samples(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * (0.7 + torch.rand(len(output), 1, 1, dtype=output.dtype)).floor()
+
+    def drop_layer(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * (random.random() < 0.7)
+
+    seed_all(1)
+    model = Labelled()
+    model.model.norm.register_forward_hook(drop_samples)
+    model.model.linear.register_forward_hook(drop_layer)
+    for _ in range(4):
+        right, wrong = audited(model, token_mean), audited(model, mean_of_means)
+        assert right.exit_code == 0, str(right)
+        assert kinds(wrong) == ["microbatch_means"], str(wrong)
 
 
 def test_clipping_of_scaled_gradients() -> None:

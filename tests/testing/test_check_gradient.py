@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, SetupError
 from distmp.testing import GradientError, check_gradient
+from distmp.utils.generators import seed_all
 from tests.ranks import ranks
 from tests.testing import scripts
 from tests.testing.scripts import make_model, samples
@@ -86,6 +91,70 @@ def test_batch_norm(training: bool) -> None:
     check_gradient(train_step, model, check)
 
 
+def drop_path(x: Tensor, training: bool) -> Tensor:
+    """Drop samples as models of Transformers do: drawn in the dtype of the activations."""
+    kept = 0.7 + torch.rand(len(x), *[1] * (x.ndim - 1), dtype=x.dtype)
+    return x / 0.7 * kept.floor_() if training else x
+
+
+DRAWN = {
+    "drop path": drop_path,
+    "noise": lambda x, training: x + torch.randn_like(x) * torch.empty_like(x).uniform_(),
+    "LayerDrop": lambda x, training: x * (random.random() < 0.7),
+    "numpy": lambda x, training: x * float(np.random.rand()),
+}
+
+
+class Drawn(scripts.Model):
+    """Multiplies its linear layer with random numbers."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def _block(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden + self.draw(torch.tanh(self.linear(hidden)), self.training))
+
+
+def with_other_sign(model: nn.Module, microbatches: scripts.Microbatches) -> None:
+    scripts.token_mean(model, microbatches)
+    scripts.divide(model, -1)
+
+
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_random_numbers_are_those_of_the_step_in_every_dtype(draw: Any) -> None:
+    seed_all(0)
+    model = Drawn(draw)
+    for train_step in (scripts.token_mean, scripts.autocast):
+        check_gradient(train_step, model, samples())
+    check_gradient(scripts.token_mean, copy.deepcopy(model).double(), samples())
+    for train_step, kind in (
+        (scripts.microbatch_means, "microbatch_means"),
+        (with_other_sign, "constant"),
+        (functools.partial(in_autocast, scripts.microbatch_means), "microbatch_means"),
+    ):
+        assert kinds(train_step, model) == [kind]
+
+
+def in_autocast(train_step: scripts.TrainStep, model: nn.Module, parts: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        train_step(model, parts)
+
+
+class Registering(scripts.Model):
+    """Registers a buffer in its first forward."""
+
+    def _block(self, hidden: Tensor) -> Tensor:
+        if not hasattr(self, "factor"):
+            self.register_buffer("factor", torch.full((1,), 2.0))
+        return super()._block(hidden) * self.factor
+
+
+def test_buffers_of_the_first_forward() -> None:
+    check_gradient(scripts.token_mean, Registering(), samples())
+    assert kinds(scripts.microbatch_means, Registering()) == ["microbatch_means"]
+
+
 class Mean(nn.Module):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.mean(1)
@@ -146,6 +215,17 @@ def test_the_mean_over_samples_can_be_wanted() -> None:
     check_gradient(scripts.sample_mean, make_model(), samples(), "samples")
     check_gradient(scripts.not_normalized, make_model(), samples(), "sum")
     assert kinds(scripts.token_mean, make_model(), weights="samples") == ["token_mean"]
+
+
+def test_one_factor_of_equal_gradients_is_a_constant_or_clipping() -> None:
+    """The mean over samples is the same in every division."""
+
+    def scaled(model: nn.Module, microbatches: scripts.Microbatches) -> None:
+        scripts.sample_mean(model, microbatches)
+        scripts.divide(model, 1 / 0.3)
+
+    with pytest.raises(GradientError, match=r"multiplied by a constant: 0\.3, or clipped to the"):
+        check_gradient(scaled, make_model(), samples(), "samples")
 
 
 def test_clipping_on_purpose_is_right() -> None:

@@ -51,6 +51,23 @@ def test_dies():
         os._exit(7)
     dist.barrier()
 
+@pytest.mark.ranks(2)
+def test_exits():
+    if dist.get_rank() == 1:
+        raise SystemExit(0)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_does_not_raise():
+    with pytest.raises(ValueError):
+        pass
+
+@pytest.mark.ranks(2)
+def test_skips():
+    if dist.get_rank() == 1:
+        pytest.skip("of rank 1")
+    dist.barrier()
+
 def test_without_ranks():
     assert not dist.is_initialized()
 """
@@ -59,13 +76,16 @@ def test_without_ranks():
 def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_project.py").write_text(PROJECT)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["distmp.testing.pytest_plugin"]\n')
-    options = "-p", "no:cacheprovider", "--strict-markers"
+    options = "-rs", "-p", "no:cacheprovider", "--strict-markers"
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
-    assert "3 failed, 3 passed" in shown
+    assert "5 failed, 3 passed, 1 skipped" in shown
     assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
     assert "\nbefore the failure" in shown
     assert "rank 0 of 2: process 0 terminated with exit code 1\n" in shown
     assert "\nTimeout (0:00:01)!" in shown
+    assert "RuntimeError: SystemExit: 0\n" in shown
+    assert "RuntimeError: Failed: DID NOT RAISE ValueError\n" in shown
+    assert ": of rank 1\n" in shown
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile

@@ -23,6 +23,7 @@ from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight
 from distmp.training.preflight import is_enabled, join_checked
 from distmp.training.run_inputs import DATA, inputs
+from distmp.utils.settings import from_mapping
 from tests.elastic import Job, run_jobs
 from tests.ranks import run_ranks
 from tests.torchrun import corpus, tiny
@@ -230,3 +231,10 @@ def test_files_of_held_out_text_are_compared(tmp_path: Path) -> None:
     for arguments, directories in ((paths, {"train", "held"}), (paths[:1], {"train"})):
         found = inputs(load(arguments), with_files=True)[DATA]
         assert {Path(name).parent.name for name in found} == directories
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "~nobody_of_this_name/x"])
+def test_options_of_data_that_name_no_file_are_ignored(text: str) -> None:
+    data = {"source": "module:function", "options": {"prompt": text}}
+    config = from_mapping(RunConfig, {"data": data})
+    assert inputs(config, with_files=True)[DATA] == {}
