@@ -59,7 +59,7 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         options = {"context_fn": partial(_contexts, self)} if buffers else {}
-        bound = MethodType(forward, self)
+        bound = partial(forward, self)  # torch.compile breaks the graph at a MethodType
         return checkpoint(bound, *args, use_reentrant=False, **options, **kwargs)
 
     # torch.compile supports checkpointing, but not the contexts for buffers. A bound method, so

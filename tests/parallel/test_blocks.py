@@ -118,6 +118,14 @@ def test_copy_of_recomputed_block_uses_own_parameters_and_buffers(
     assert all(tensor.eq(0).all() for tensor in original.buffers())
 
 
+def test_recomputed_block_is_compiled_without_graph_breaks() -> None:
+    block, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
+    expected = block(x)
+    checkpoint_activations(block)
+    block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(block(x), expected)
+
+
 def test_compiled_blocks_keep_names_and_a_whole_model_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
