@@ -231,7 +231,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
         return World.current(_device_of_rank(device, int(os.environ.get("LOCAL_RANK", 0))))
     environment = RankEnvironment.from_variables()
     if "RANK" not in os.environ:
-        return World.current(device)
+        return World.current(_device_of_rank(None, 0) if device is None else device)
     _check_address(environment.world_size)
     own_device = _device_of_rank(device, environment.local_rank)
     try:

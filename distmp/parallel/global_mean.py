@@ -123,8 +123,11 @@ def _check_all_reduced(module: nn.Module) -> None:
         return
     wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
     for part in module.modules():
-        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
-            wrapped |= {*map(id, part.parameters())}
+        # Without the parameters that the wrapper was told to ignore.
+        if isinstance(part, DistributedDataParallel):
+            wrapped |= {*map(id, part._module_parameters), *map(id, part._delay_all_reduce_params)}
+        elif isinstance(part, FullyShardedDataParallel):
+            wrapped |= {*map(id, part.parameters())} - {*map(id, part._ignored_params)}
     problem = (
         "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
         "module, or reduce it yourself and pass group=... and divisor=..."
