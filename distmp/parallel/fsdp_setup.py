@@ -178,6 +178,7 @@ def shard(
         group_kept(block, sharding.reshard_after_forward)
         group([block], sharding.reshard_after_forward)
     for part in _with_own_group(module, done):
+        group_kept(part, reshard=False)
         group([part], False)
     # Not resharded, like the root: other modules may use these parameters (a tied head).
     group_kept(module, reshard=False)

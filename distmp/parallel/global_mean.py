@@ -261,7 +261,7 @@ def global_mean(
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
-    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum())
+    numbers = (valid_weight(weight, loss_sum.device), loss_sum.detach().sum())
     sums = pack(*numbers, *counts.terms, device=loss_sum.device)
     for each in groups:
         dist.all_reduce(sums, group=each)
@@ -292,7 +292,7 @@ class MeanLoss(torch.autograd.Function):
         return (gradient * factor).to(ctx.dtype).reshape(ctx.shape), None, None
 
 
-def _valid(weight: Tensor | float, device: torch.device) -> Tensor:
+def valid_weight(weight: Tensor | float, device: torch.device) -> Tensor:
     """Return a weight, 0-dim FP64; NaN for an invalid one, so that its sum over ranks is NaN."""
     if isinstance(weight, Tensor):
         weight = weight.full_tensor() if is_dtensor(weight) else weight
@@ -309,14 +309,23 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
     dtype = _summed_in(loss_sum)
     problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
     require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
+    check_weight(weight)
+    if _is_number(weight):
+        require(0 <= weight < math.inf, "weight", weight, "must be finite, and 0 or more")
+
+
+def check_weight(weight: object) -> None:
+    """Refuse a weight that is not one real number; its value is not read.
+
+    Raises:
+        ConfigError: If it is not a number, or a tensor with one element that needs no gradient.
+    """
     if isinstance(weight, Tensor):
         is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
         problem = "must have one real element and require no gradient; sum it and detach it"
         require(is_plain, "weight", tuple(weight.shape), problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
-    elif not 0 <= weight < math.inf:
-        raise ConfigError("weight", weight, "must be finite, and 0 or more")
 
 
 def _summed_in(loss: Tensor) -> torch.dtype:
