@@ -412,10 +412,7 @@ class Fp32GradBuckets:
             TrainingError: If `kept` is given without `drop_non_finite`.
         """
         if kept is not None and not self._drop_non_finite:
-            raise TrainingError(
-                "end_microbatch(kept) cannot drop a microbatch that is summed with earlier ones; "
-                "pass drop_non_finite=True to Fp32GradBuckets"
-            )
+            raise TrainingError("end_microbatch(kept) needs Fp32GradBuckets(drop_non_finite=True)")
         self._copy_held()
         self.used.end_microbatch(kept)
         if kept is not None:

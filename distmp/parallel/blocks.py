@@ -58,7 +58,7 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        options = {"context_fn": partial(_contexts, self)} if buffers else {}
+        options: dict[str, Any] = {"context_fn": partial(_contexts, self)} if buffers else {}
         bound = partial(forward, self)  # torch.compile breaks the graph at a MethodType
         return checkpoint(bound, *args, use_reentrant=False, **options, **kwargs)
 
@@ -144,14 +144,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
-    blocks = {
-        name: part
-        for name, part in _candidates(model)
-        if type(part).__name__ in unsplit and part is not model
-    }
+    blocks = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
     # An entry of several lists has one name, as in `named_modules`.
     entries = {id(part) for part in _entries_of_lists(model)}
-    return blocks or {name: part for name, part in model.named_modules() if id(part) in entries}
+    return blocks or {name: part for name, part in _candidates(model) if id(part) in entries}
 
 
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -210,7 +206,7 @@ NO_BLOCKS = (
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    candidates = [(name, part) for name, part in _candidates(model) if part is not model]
+    candidates = list(_candidates(model))
     for pattern in patterns:
         if not any(_matches(pattern, name, part) for name, part in candidates):
             names = {type(part).__name__ for _, part in candidates}
@@ -232,7 +228,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return (
         (name, part)
         for name, part in model.named_modules()
-        if not isinstance(part, CONTAINERS) and _has_parameters(part)
+        if name and not isinstance(part, CONTAINERS) and any(True for _ in part.parameters())
     )
 
 
@@ -243,9 +239,5 @@ def _entries_of_lists(module: nn.Module, *, in_list: bool = False) -> Iterator[n
             yield from _entries_of_lists(child, in_list=True)
         elif not in_list:
             yield from _entries_of_lists(child)
-        elif _has_parameters(child):
+        else:
             yield child
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

@@ -105,7 +105,7 @@ class ModuleBuffers:
         # The values at the beginning of the step: of this module, then of those of other engines.
         self._before: list[BufferValues] = []
         # What the first of several microbatches wrote, with `reproducible`.
-        self._of_first: BufferValues | None = None
+        self._of_first: list[BufferValues] = []
 
     def enlist(self) -> None:
         """Let steps of other engines revert what they write to these buffers, too."""
@@ -120,7 +120,7 @@ class ModuleBuffers:
     def begin_step(self) -> None:
         """Copy the buffers."""
         self._before = values_of_all_engines(self._batches)
-        self._of_first = None
+        self._of_first = []
 
     def end_failed_step(self) -> None:
         """Revert what an unfinished step has written, before anything else is written."""
@@ -135,7 +135,7 @@ class ModuleBuffers:
             index: Index of the microbatch on this rank.
         """
         if index == 1:
-            self._of_first = BufferValues(self._batches)
+            self._of_first = [BufferValues(self._batches)]
         if index > 0:
             for values in self._before:
                 values.restore()
@@ -150,8 +150,7 @@ class ModuleBuffers:
                 buffers have changed.
         """
         if self._reproducible:
-            written = [] if self._of_first is None else [self._of_first]
-            for values in (*written, *self._before[1:]):
+            for values in (*self._of_first, *self._before[1:]):
                 values.restore()
         for values in self._before:
             values.revert(skipped)

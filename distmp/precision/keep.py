@@ -231,9 +231,8 @@ def forward_function(module: nn.Module) -> Callable[..., Any]:
             method of the module, that function is called for every module.
     """
     forward = module.forward
-    if getattr(forward, "__self__", None) is module:
-        function: Callable[..., Any] = forward.__func__
-        return function
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
     return lambda _, *args, **kwargs: forward(*args, **kwargs)
 
 

@@ -795,7 +795,7 @@ def test_a_microbatch_cannot_be_dropped_from_a_sum_with_earlier_ones() -> None:
     buckets.begin_step()
     buckets.begin_microbatch(last=True)
     sum_of_outputs(model).backward()
-    with pytest.raises(TrainingError, match="pass drop_non_finite=True to Fp32GradBuckets"):
+    with pytest.raises(TrainingError, match=r"needs .*drop_non_finite=True"):
         buckets.end_microbatch(torch.tensor(False))
 
 
