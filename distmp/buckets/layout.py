@@ -101,9 +101,8 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
     expected = "use model.named_parameters(), without frozen parameters"
     if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
         kind = type(named_parameters).__name__
-        raise ConfigError(
-            "named_parameters", kind, f"is not a list of names and parameters; {expected}"
-        )
+        problem = f"is not a list of names and parameters; {expected}"
+        raise ConfigError("named_parameters", kind, problem)
     by_name: dict[str, nn.Parameter] = {}
     entries = list(named_parameters)
     for entry in entries:

@@ -210,9 +210,8 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     for pattern in patterns:
         if not any(_matches(pattern, name, part) for name, part in candidates):
             names = {type(part).__name__ for _, part in candidates}
-            raise ConfigError(
-                "sharding.wrap", pattern, f"matches no module; {nearest(pattern, names)}"
-            )
+            problem = f"matches no module; {nearest(pattern, names)}"
+            raise ConfigError("sharding.wrap", pattern, problem)
     return {
         name: part
         for name, part in candidates

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import Accumulation, ShardingConfig
 from distmp.parallel.strategy import refuse_shared_memory
@@ -42,14 +42,10 @@ def shard_size(sharding: ShardingConfig, world: World) -> int:
     """
     local = local_world_size(world.world_size)
     size = local if sharding.shard_size is None else sharding.shard_size
-    if world.world_size % size:
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            "sharding.shard_size",
-            size,
-            f"does not divide the {world.world_size} ranks; use one of "
-            f"{', '.join(map(str, divisors))}",
-        )
+    divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+    choices = ", ".join(map(str, divisors))
+    problem = f"does not divide the {world.world_size} ranks; use one of {choices}"
+    require(size in divisors, "sharding.shard_size", size, problem)
     return size
 
 
@@ -106,14 +102,12 @@ def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
     sharded = {parameter_name(name): parameter for name, parameter in named}
     for first, *others in ties:
         for name in others:
-            if sharded[name] is not sharded[first]:
-                raise ConfigError(
-                    "strategy",
-                    strategy,
-                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
-                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
-                    "contains and calls both in sharding.wrap",
-                )
+            problem = (
+                f"shards each block by itself, but {first!r} and {name!r} are one parameter; use "
+                "'ddp', with shard_optimizer to save memory, or name a module that contains and "
+                "calls both in sharding.wrap"
+            )
+            require(sharded[name] is sharded[first], "strategy", strategy, problem)
 
 
 def device_mesh(world: World, shards: int, strategy: str) -> DeviceMesh:
@@ -252,13 +246,12 @@ def choose(
     if policy.param_dtype != torch.float32:
         # FSDP rounds a reduced gradient to the dtype of the weights.
         in_fp32: Place = "hybrid" if replicas > 1 else "unsharded"
-        if requested == "sharded" and microbatches != 1:
-            raise ConfigError(
-                "sharding.accumulate",
-                requested,
-                "accumulates in the dtype of the weights, which is not FP32 in this policy; use "
-                f"{in_fp32!r} or a policy with param=fp32",
-            )
+        problem = (
+            "accumulates in the dtype of the weights, which is not FP32 in this policy; use "
+            f"{in_fp32!r} or a policy with param=fp32"
+        )
+        valid = requested != "sharded" or microbatches == 1
+        require(valid, "sharding.accumulate", requested, problem)
         if requested == "auto":
             return AccumulationChoice(in_fp32, "FP32 sums for 16-bit weights")
     if requested != "auto":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
@@ -139,20 +138,19 @@ def _check_all_reduced(module: nn.Module) -> None:
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
-    error = partial(ConfigError, "divisor", None)
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
-    if unknown:
-        raise error(
-            f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by "
-            "which it divides the sum over ranks",
-        )
+    problem = (
+        f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by which "
+        "it divides the sum over ranks"
+    )
+    require(not unknown, "divisor", None, problem)
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
-    if len(divisors) > 1:
-        numbers = listed([f"{number:g}" for number in sorted(divisors)])
-        raise error(
-            f"parts of the module divide gradients by different numbers, {numbers}; call "
-            "set_gradient_divide_factor() with the same number on each of them, and pass it",
-        )
+    numbers = listed([f"{number:g}" for number in sorted(divisors)])
+    problem = (
+        f"parts of the module divide gradients by different numbers, {numbers}; call "
+        "set_gradient_divide_factor() with the same number on each of them, and pass it"
+    )
+    require(len(divisors) <= 1, "divisor", None, problem)
     return divisors.pop() if divisors else 1.0
 
 

@@ -336,12 +336,11 @@ def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Modu
         names = [
             name for name, value in module.named_parameters(recurse=False) if id(value) in in_fp32
         ]
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            next(iter(kept)),
+        problem = (
             f"shares its parameter with {names[0]!r} of the outermost module; use the policy fp32, "
-            "or give each of them its own parameter",
+            "or give each of them its own parameter"
         )
+        raise ConfigError("precision.policy.keep_fp32", next(iter(kept)), problem)
     return sharing
 
 
