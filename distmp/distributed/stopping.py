@@ -141,7 +141,7 @@ def _is_default(number: int) -> bool:
     Python does not know the handlers of native code, such as of `faulthandler.register`.
     """
     caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
-    return signal.getsignal(number) == signal.SIG_DFL and not int(caught, 16) >> number - 1 & 1
+    return signal.getsignal(number) == signal.SIG_DFL and not int(caught, 16) & (1 << (number - 1))
 
 
 def default_signal_handlers() -> AbstractContextManager[None]:

@@ -103,13 +103,12 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
     )
     if group is None and divisor is None and spans_all_ranks:
         return
-    raise ConfigError(
-        "module",
-        type(module).__name__,
+    problem = (
         "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
-        "you sum gradients and what you divide the sum by: group=..., divisor=...",
+        "you sum gradients and what you divide the sum by: group=..., divisor=..."
     )
+    raise ConfigError("module", type(module).__name__, problem)
 
 
 # Modules all of whose parameters are reduced, because a walk through them takes long.
@@ -126,7 +125,7 @@ def _check_all_reduced(module: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel):
             wrapped |= {*map(id, part._module_parameters), *map(id, part._delay_all_reduce_params)}
         elif isinstance(part, FullyShardedDataParallel):
-            wrapped |= {*map(id, part.parameters())} - {*map(id, part._ignored_params)}
+            wrapped |= {*map(id, fsdp_internals.fsdp1_parameters(part))}
     problem = (
         "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
         "module, or reduce it yourself and pass group=... and divisor=..."
@@ -249,13 +248,12 @@ def global_mean(
     warn_about_mean("global_mean", loss_sum, weight, microbatches)
     _warn_about_parts(module, weight, microbatches)
     found = [*gradient_reductions(module)]
-    if microbatches == 1 and any(reduction.accumulates for reduction in found):
-        raise ConfigError(
-            "microbatches",
-            microbatches,
-            "the module accumulates gradients without reducing them, so the step has several "
-            "microbatches; pass their number, and as weight that of all of them together",
-        )
+    accumulates = any(reduction.accumulates for reduction in found)
+    problem = (
+        "the module accumulates gradients without reducing them, so the step has several "
+        "microbatches; pass their number, and as weight that of all of them together"
+    )
+    require(microbatches > 1 or not accumulates, "microbatches", microbatches, problem)
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
