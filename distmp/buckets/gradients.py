@@ -407,7 +407,12 @@ class Fp32GradBuckets:
         Args:
             kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
                 is dropped, and the caller has to drop its loss and weight. None keeps it.
+
+        Raises:
+            TrainingError: If `kept` is given without `drop_non_finite`.
         """
+        if kept is not None and not self._drop_non_finite:
+            raise TrainingError("end_microbatch(kept) needs Fp32GradBuckets(drop_non_finite=True)")
         self._copy_held()
         self.used.end_microbatch(kept)
         if kept is not None:
@@ -474,7 +479,7 @@ class Fp32GradBuckets:
         """Drop the gradients of an unfinished step; no effect after a finished one.
 
         If the last microbatch was announced, other ranks may have started reductions, so this rank
-        runs its remaining ones. Every rank has to call either `finish` or `discard`.
+        runs its remaining ones. All ranks have to call the same one, `finish` or `discard`.
         """
         if self._stage >= _Stage.LAST_MICROBATCH and self._reduction is not None:
             for bucket in self._order[self._launched :]:

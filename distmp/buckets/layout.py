@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from distmp.errors import ConfigError
+from distmp.utils.dtypes import is_dtensor
 
 # In elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
 # state, and so on a 64-byte boundary, which suits vectorized kernels.
@@ -94,14 +96,13 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
 
     Raises:
         ConfigError: For an entry that is not a name and a parameter, and for a parameter that needs
-            no gradient or has a dtype that cannot be summed in FP32.
+            no gradient, has a dtype that cannot be summed in FP32, or is not held in full.
     """
     expected = "use model.named_parameters(), without frozen parameters"
     if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
         kind = type(named_parameters).__name__
-        raise ConfigError(
-            "named_parameters", kind, f"is not a list of names and parameters; {expected}"
-        )
+        problem = f"is not a list of names and parameters; {expected}"
+        raise ConfigError("named_parameters", kind, problem)
     by_name: dict[str, nn.Parameter] = {}
     entries = list(named_parameters)
     for entry in entries:
@@ -116,6 +117,8 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
             problem = f"does not require a gradient; {expected}"
         elif parameter.dtype not in SUMMED_DTYPES:
             problem = f"is {parameter.dtype}; use parameters in float32, bfloat16 or float16"
+        elif is_dtensor(parameter) or is_lazy(parameter) or parameter.is_meta:
+            problem = "is a DTensor, lazy or on the meta device; use parameters held in full"
         elif by_name.setdefault(name, parameter) is not parameter:
             problem = "is the name of two parameters; use unique names"
         else:

@@ -37,8 +37,8 @@ class OptimizerParameters:
 
     Attributes:
         named: The tensors by the parameter's name, in bucket order.
-        shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
-            rank updates.
+        shard_ranges: With sharded buckets, by name, which elements of the parameter, flattened in
+            the order of its memory, this rank updates.
     """
 
     def __init__(self) -> None:
@@ -165,8 +165,8 @@ class FlatParameters(OptimizerParameters):
     Attributes:
         named: The FP32 tensors to update, by the name of the parameter, in bucket order.
             With sharded buckets they are 1-dim, and empty if other ranks hold the parameter.
-        shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
-            rank updates.
+        shard_ranges: With sharded buckets, by name, which elements of the parameter, flattened in
+            the order of its memory, this rank updates.
 
     Example:
         >>> import torch, distmp
@@ -238,7 +238,9 @@ class FlatParameters(OptimizerParameters):
                 shard = layout.shard_range(index, part)
                 start = layout.offsets[index] - part.start
                 master = updated[max(start + shard.start, 0) : max(start + shard.stop, 0)]
-                master.copy_(value.reshape(-1)[shard])
+                # Flattened like the parameter: in the order of its memory, such as channels_last.
+                order = sorted(range(value.dim()), key=views[index].stride, reverse=True)
+                master.copy_(value.permute(order).reshape(-1)[shard])
                 self.shard_ranges[name] = shard
             else:
                 master = masters[index]

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -111,9 +112,9 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
             always = number in (signal.SIGINT, signal.SIGTERM)
-            if always or signal.getsignal(number) in (signal.SIG_DFL, _exit):
+            if always or signal.getsignal(number) == _exit or _is_default(number):
                 self._before[number] = signal.signal(number, self._handle)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        if _is_default(signal.SIGHUP):
             handler = self._handle if is_under_torchrun() else signal.SIG_IGN
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
         StopSignals._depth += 1
@@ -132,6 +133,15 @@ class StopSignals:
             self._interrupted = True
         self.received = self.received or number
         StopSignals.last = number
+
+
+def _is_default(number: int) -> bool:
+    """Return whether nothing handles a signal.
+
+    Python does not know the handlers of native code, such as of `faulthandler.register`.
+    """
+    caught = Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0]
+    return signal.getsignal(number) == signal.SIG_DFL and not int(caught, 16) & (1 << (number - 1))
 
 
 def default_signal_handlers() -> AbstractContextManager[None]:

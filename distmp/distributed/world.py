@@ -231,20 +231,18 @@ def world_of_process(device: torch.device | str | None = None) -> World:
         return World.current(_device_of_rank(device, int(os.environ.get("LOCAL_RANK", 0))))
     environment = RankEnvironment.from_variables()
     if "RANK" not in os.environ:
-        return World.current(device)
+        return World.current(_device_of_rank(None, 0) if device is None else device)
     _check_address(environment.world_size)
     own_device = _device_of_rank(device, environment.local_rank)
     try:
         _initialize_group(environment, own_device)
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise SetupError(
-            {
-                0: f"rank {environment.rank} could not join the {environment.world_size} ranks of "
-                f"WORLD_SIZE at {address} (MASTER_ADDR, MASTER_PORT): {error}"
-            },
-            exit_code=1,
-        ) from error
+        message = (
+            f"rank {environment.rank} could not join the {environment.world_size} ranks of "
+            f"WORLD_SIZE at {address} (MASTER_ADDR, MASTER_PORT): {error}"
+        )
+        raise SetupError({0: message}, exit_code=1) from error
     atexit.register(_leave_at_exit)
     return World.current(own_device)
 

@@ -293,7 +293,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
             weight of all microbatches and ranks is 0, the gradients are 0.
 
         Raises:
-            ConfigError: If `loss_sum` is not a 0-dim tensor.
+            ConfigError: If `loss_sum` is not a 0-dim tensor, or `weight` not one number.
         """
         loss = self._weights.loss(loss_sum, weight)
         warn_about_mean("weighted_loss", loss_sum, weight)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError, require
-from distmp.parallel.global_mean import MeanLoss
+from distmp.parallel.global_mean import MeanLoss, check_weight, valid_weight
 from distmp.scaling.local_gradients import local_gradients
 from distmp.scaling.rank_group import RankGroup
 
@@ -56,8 +56,8 @@ class StepWeights:
             shape = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
             raise ConfigError("loss_sum", shape, "pass the sum of the losses, a 0-dim tensor")
         weight = weight.detach() if isinstance(weight, Tensor) else weight
-        amount = torch.as_tensor(weight, dtype=torch.float64, device=loss_sum.device).sum()
-        amount = torch.where(amount < 0, torch.nan, amount)  # an error of all ranks, in `divide`
+        check_weight(weight)
+        amount = valid_weight(weight, loss_sum.device)  # NaN is an error of all ranks, in `divide`
         total = loss_sum.detach().double()
         mean = torch.where(amount > 0, total / amount, total).to(loss_sum.dtype)
         if not (torch.is_grad_enabled() and loss_sum.requires_grad):

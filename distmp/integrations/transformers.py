@@ -109,6 +109,9 @@ class TrainerMixin(_TrainerBase):
         self._microbatches: deque[tuple[Tensor, Tensor | None]] = deque()
         self._ended_iterator: Iterator[Any] | None = None
         super().__init__(*positional, **arguments)
+        known = hasattr(self, "_loss_shifts_labels") and hasattr(self, "loss_is_scaled_for_ga")
+        problem = "its Trainer is too old for distmp; run pip install 'distmp[trainers]'"
+        require(known, "transformers", transformers.__version__, problem)
         self._loss_shifts_labels |= _uses_default_loss(self.model)
         _check_trainer(self)
 

@@ -14,11 +14,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.settings import ParallelConfig
+from distmp.precision.keep import forward_function
 
 # The module that a buffer is registered in, and its name there.
 _Buffer = tuple[nn.Module, str]
@@ -48,21 +50,21 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
         backend: Backend of `torch.compile` if the block or the full model will be compiled. The
             `forward` of a block with buffers is compiled here.
     """
-    forward = block.forward
-    options: dict[str, Any] = {}
-    if has_buffers(block):
-        options["context_fn"] = functools.partial(_contexts, block)
-        if backend is not None:
-            # Compile `forward` itself. Compiling the block would leave the recomputation eager.
-            forward = torch.compile(forward, backend=backend)
+    forward, buffers = forward_function(block), has_buffers(block)
+    if buffers and backend is not None:
+        # Compile `forward` itself. Compiling the block would leave the recomputation eager.
+        forward = torch.compile(forward, backend=backend)
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+            return forward(self, *args, **kwargs)
+        options: dict[str, Any] = {"context_fn": partial(_contexts, self)} if buffers else {}
+        bound = partial(forward, self)  # torch.compile breaks the graph at a MethodType
+        return checkpoint(bound, *args, use_reentrant=False, **options, **kwargs)
 
-    # torch.compile supports checkpointing, but not the contexts for buffers.
-    block.forward = torch.compiler.disable(recomputed) if has_buffers(block) else recomputed
+    # torch.compile supports checkpointing, but not the contexts for buffers. A bound method, so
+    # that a deep copy calls its own module.
+    block.forward = MethodType(torch.compiler.disable(recomputed) if buffers else recomputed, block)
 
 
 def _registered(block: nn.Module) -> dict[_Buffer, Tensor]:
@@ -142,12 +144,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
-    blocks = {
-        name: part
-        for name, part in _candidates(model)
-        if type(part).__name__ in unsplit and part is not model
-    }
-    return blocks or dict(_entries_of_lists(model))
+    blocks = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
+    # An entry of several lists has one name, as in `named_modules`.
+    entries = {id(part) for part in _entries_of_lists(model)}
+    return blocks or {name: part for name, part in _candidates(model) if id(part) in entries}
 
 
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -206,13 +206,12 @@ NO_BLOCKS = (
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    candidates = [(name, part) for name, part in _candidates(model) if part is not model]
+    candidates = list(_candidates(model))
     for pattern in patterns:
         if not any(_matches(pattern, name, part) for name, part in candidates):
             names = {type(part).__name__ for _, part in candidates}
-            raise ConfigError(
-                "sharding.wrap", pattern, f"matches no module; {nearest(pattern, names)}"
-            )
+            problem = f"matches no module; {nearest(pattern, names)}"
+            raise ConfigError("sharding.wrap", pattern, problem)
     return {
         name: part
         for name, part in candidates
@@ -228,23 +227,16 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return (
         (name, part)
         for name, part in model.named_modules()
-        if not isinstance(part, CONTAINERS) and _has_parameters(part)
+        if name and not isinstance(part, CONTAINERS) and any(True for _ in part.parameters())
     )
 
 
-def _entries_of_lists(
-    module: nn.Module, prefix: str = "", *, in_list: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
+def _entries_of_lists(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
     """Yield the entries of outermost module lists; lists and dictionaries in them are flattened."""
-    for name, child in module.named_children():
-        full = f"{prefix}{name}"
+    for child in module.children():
         if isinstance(child, CONTAINERS if in_list else nn.ModuleList):
-            yield from _entries_of_lists(child, f"{full}.", in_list=True)
+            yield from _entries_of_lists(child, in_list=True)
         elif not in_list:
-            yield from _entries_of_lists(child, f"{full}.")
-        elif _has_parameters(child):
-            yield full, child
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+            yield from _entries_of_lists(child)
+        else:
+            yield child

@@ -172,12 +172,11 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
     for parameter in _parameters(model):
         info = parameter._module_info
         if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
-            raise ConfigError(
-                "model",
-                info.param_name,
+            problem = (
                 "is replaced by another tensor in forward (torch.func.functional_call), but "
-                "FSDP computes with the parameter; use the strategy 'ddp'",
+                "FSDP computes with the parameter; use the strategy 'ddp'"
             )
+            raise ConfigError("model", info.param_name, problem)
 
 
 def watch_reductions(model: nn.Module, used: _Watch, before: _Watch, reduced: _Watch) -> None:
@@ -323,6 +322,12 @@ def fsdp2_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         yield parameter.sharded_param
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._unsharded_param
+
+
+def fsdp1_parameters(unit: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of an FSDP1 unit without those that it was told to ignore."""
+    state: Any = unit
+    return {*unit.parameters()} - {*state._ignored_params}
 
 
 def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:

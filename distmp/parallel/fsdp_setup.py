@@ -43,14 +43,10 @@ def shard_size(sharding: ShardingConfig, world: World) -> int:
     """
     local = local_world_size(world.world_size)
     size = local if sharding.shard_size is None else sharding.shard_size
-    if world.world_size % size:
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            "sharding.shard_size",
-            size,
-            f"does not divide the {world.world_size} ranks; use one of "
-            f"{', '.join(map(str, divisors))}",
-        )
+    divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+    choices = ", ".join(map(str, divisors))
+    problem = f"does not divide the {world.world_size} ranks; use one of {choices}"
+    require(size in divisors, "sharding.shard_size", size, problem)
     return size
 
 
@@ -177,6 +173,7 @@ def shard(
         group_kept(block, sharding.reshard_after_forward)
         group([block], sharding.reshard_after_forward)
     for part in _with_own_group(module, done):
+        group_kept(part, reshard=False)
         group([part], False)
     # Not resharded, like the root: other modules may use these parameters (a tied head).
     group_kept(module, reshard=False)
@@ -245,13 +242,12 @@ def choose(
     if policy.param_dtype != torch.float32:
         # FSDP rounds a reduced gradient to the dtype of the weights.
         in_fp32: Place = "hybrid" if replicas > 1 else "unsharded"
-        if requested == "sharded" and microbatches != 1:
-            raise ConfigError(
-                "sharding.accumulate",
-                requested,
-                "accumulates in the dtype of the weights, which is not FP32 in this policy; use "
-                f"{in_fp32!r} or a policy with param=fp32",
-            )
+        problem = (
+            "accumulates in the dtype of the weights, which is not FP32 in this policy; use "
+            f"{in_fp32!r} or a policy with param=fp32"
+        )
+        valid = requested != "sharded" or microbatches == 1
+        require(valid, "sharding.accumulate", requested, problem)
         if requested == "auto":
             return AccumulationChoice(in_fp32, "FP32 sums for 16-bit weights")
     if requested != "auto":

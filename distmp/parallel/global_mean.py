@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
@@ -104,13 +103,12 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
     )
     if group is None and divisor is None and spans_all_ranks:
         return
-    raise ConfigError(
-        "module",
-        type(module).__name__,
+    problem = (
         "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
-        "you sum gradients and what you divide the sum by: group=..., divisor=...",
+        "you sum gradients and what you divide the sum by: group=..., divisor=..."
     )
+    raise ConfigError("module", type(module).__name__, problem)
 
 
 # Modules all of whose parameters are reduced, because a walk through them takes long.
@@ -123,8 +121,11 @@ def _check_all_reduced(module: nn.Module) -> None:
         return
     wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
     for part in module.modules():
-        if isinstance(part, DistributedDataParallel | FullyShardedDataParallel):
-            wrapped |= {*map(id, part.parameters())}
+        # Without the parameters that the wrapper was told to ignore.
+        if isinstance(part, DistributedDataParallel):
+            wrapped |= {*map(id, part._module_parameters), *map(id, part._delay_all_reduce_params)}
+        elif isinstance(part, FullyShardedDataParallel):
+            wrapped |= {*map(id, fsdp_internals.fsdp1_parameters(part))}
     problem = (
         "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
         "module, or reduce it yourself and pass group=... and divisor=..."
@@ -136,20 +137,19 @@ def _check_all_reduced(module: nn.Module) -> None:
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
-    error = partial(ConfigError, "divisor", None)
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
-    if unknown:
-        raise error(
-            f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by "
-            "which it divides the sum over ranks",
-        )
+    problem = (
+        f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by which "
+        "it divides the sum over ranks"
+    )
+    require(not unknown, "divisor", None, problem)
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
-    if len(divisors) > 1:
-        numbers = listed([f"{number:g}" for number in sorted(divisors)])
-        raise error(
-            f"parts of the module divide gradients by different numbers, {numbers}; call "
-            "set_gradient_divide_factor() with the same number on each of them, and pass it",
-        )
+    numbers = listed([f"{number:g}" for number in sorted(divisors)])
+    problem = (
+        f"parts of the module divide gradients by different numbers, {numbers}; call "
+        "set_gradient_divide_factor() with the same number on each of them, and pass it"
+    )
+    require(len(divisors) <= 1, "divisor", None, problem)
     return divisors.pop() if divisors else 1.0
 
 
@@ -248,17 +248,16 @@ def global_mean(
     warn_about_mean("global_mean", loss_sum, weight, microbatches)
     _warn_about_parts(module, weight, microbatches)
     found = [*gradient_reductions(module)]
-    if microbatches == 1 and any(reduction.accumulates for reduction in found):
-        raise ConfigError(
-            "microbatches",
-            microbatches,
-            "the module accumulates gradients without reducing them, so the step has several "
-            "microbatches; pass their number, and as weight that of all of them together",
-        )
+    accumulates = any(reduction.accumulates for reduction in found)
+    problem = (
+        "the module accumulates gradients without reducing them, so the step has several "
+        "microbatches; pass their number, and as weight that of all of them together"
+    )
+    require(microbatches > 1 or not accumulates, "microbatches", microbatches, problem)
     groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
-    numbers = (_valid(weight, loss_sum.device), loss_sum.detach().sum())
+    numbers = (valid_weight(weight, loss_sum.device), loss_sum.detach().sum())
     sums = pack(*numbers, *counts.terms, device=loss_sum.device)
     for each in groups:
         dist.all_reduce(sums, group=each)
@@ -289,7 +288,7 @@ class MeanLoss(torch.autograd.Function):
         return (gradient * factor).to(ctx.dtype).reshape(ctx.shape), None, None
 
 
-def _valid(weight: Tensor | float, device: torch.device) -> Tensor:
+def valid_weight(weight: Tensor | float, device: torch.device) -> Tensor:
     """Return a weight, 0-dim FP64; NaN for an invalid one, so that its sum over ranks is NaN."""
     if isinstance(weight, Tensor):
         weight = weight.full_tensor() if is_dtensor(weight) else weight
@@ -306,14 +305,23 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
     dtype = _summed_in(loss_sum)
     problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
     require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
+    check_weight(weight)
+    if _is_number(weight):
+        require(0 <= weight < math.inf, "weight", weight, "must be finite, and 0 or more")
+
+
+def check_weight(weight: object) -> None:
+    """Refuse a weight that is not one real number; its value is not read.
+
+    Raises:
+        ConfigError: If it is not a number, or a tensor with one element that needs no gradient.
+    """
     if isinstance(weight, Tensor):
         is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
         problem = "must have one real element and require no gradient; sum it and detach it"
         require(is_plain, "weight", tuple(weight.shape), problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
-    elif not 0 <= weight < math.inf:
-        raise ConfigError("weight", weight, "must be finite, and 0 or more")
 
 
 def _summed_in(loss: Tensor) -> torch.dtype:

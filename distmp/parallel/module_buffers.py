@@ -102,10 +102,10 @@ class ModuleBuffers:
         # What every rank broadcasts after a step, unless all ranks have changed their buffers.
         self._common = _sizes(self._batches.current())
         self._reproducible = reproducible
-        self._before: BufferValues | None = None
-        self._others_before: list[BufferValues] = []
+        # The values at the beginning of the step: of this module, then of those of other engines.
+        self._before: list[BufferValues] = []
         # What the first of several microbatches wrote, with `reproducible`.
-        self._of_first: BufferValues | None = None
+        self._of_first: list[BufferValues] = []
 
     def enlist(self) -> None:
         """Let steps of other engines revert what they write to these buffers, too."""
@@ -119,15 +119,14 @@ class ModuleBuffers:
 
     def begin_step(self) -> None:
         """Copy the buffers."""
-        self._before = BufferValues(self._batches)
-        self._others_before = _values_of_engines(except_for=self._module)
-        self._of_first = None
+        self._before = values_of_all_engines(self._batches)
+        self._of_first = []
 
     def end_failed_step(self) -> None:
         """Revert what an unfinished step has written, before anything else is written."""
-        if self._before is not None:
-            self._before.restore()
-            self._before = None
+        for values in self._before:
+            values.restore()
+        self._before = []
 
     def begin_microbatch(self, index: int) -> None:
         """Undo what earlier microbatches of the step wrote; needed with `reproducible`.
@@ -136,9 +135,9 @@ class ModuleBuffers:
             index: Index of the microbatch on this rank.
         """
         if index == 1:
-            self._of_first = BufferValues(self._batches)
-        if index > 0 and self._before is not None:
-            for values in (self._before, *self._others_before):
+            self._of_first = [BufferValues(self._batches)]
+        if index > 0:
+            for values in self._before:
                 values.restore()
 
     def end_step(self, skipped: Tensor, differ: Tensor | None = None) -> None:
@@ -151,13 +150,11 @@ class ModuleBuffers:
                 buffers have changed.
         """
         if self._reproducible:
-            written = [] if self._of_first is None else [self._of_first]
-            for values in (*written, *self._others_before):
+            for values in (*self._of_first, *self._before[1:]):
                 values.restore()
-        if self._before is not None:
-            for values in (self._before, *self._others_before):
-                values.revert(skipped)
-            self._before, self._others_before = None, []
+        for values in self._before:
+            values.revert(skipped)
+        self._before = []
         if self._group is None:
             return
         if _sizes(self._batches.current()) != self._common and differ is not None and differ:
@@ -243,7 +240,7 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 
     This includes the buffers of the modules of all engines, which the forward may run too.
     """
-    saved = [BufferValues(BufferBatches(module)), *_values_of_engines(except_for=module)]
+    saved = values_of_all_engines(BufferBatches(module))
     try:
         yield
     finally:
@@ -251,9 +248,14 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
             values.restore()
 
 
-def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
-    others = [each for each in _of_all_engines if each._module is not except_for]
-    return [BufferValues(each._batches) for each in others]
+def values_of_all_engines(own: BufferBatches) -> list[BufferValues]:
+    """Return copies of a module's buffers, then of those of the other engines' modules.
+
+    Args:
+        own: The buffers of the module.
+    """
+    others = [each._batches for each in _of_all_engines if each._module is not own._module]
+    return [BufferValues(batches) for batches in (own, *others)]
 
 
 def repeats_elements(tensor: Tensor) -> bool:

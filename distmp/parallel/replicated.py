@@ -19,7 +19,7 @@ from distmp.parallel import strategy
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize
-from distmp.parallel.module_buffers import BufferBatches, BufferValues
+from distmp.parallel.module_buffers import BufferBatches, BufferValues, values_of_all_engines
 from distmp.parallel.settings import AccumulationSettings
 from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
@@ -67,7 +67,7 @@ class Replicated(strategy.Strategy):
         prepare(module, policy.high_precision, world.device.type)
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
-        self._buffers: BufferValues | None = None
+        self._buffers: list[BufferValues] = []
         if self._settings.shard_optimizer:
             strategy.make_contiguous(parameter for _, parameter in named)
         self._drops = self._settings.on_nonfinite == "drop_microbatch"
@@ -121,7 +121,7 @@ class Replicated(strategy.Strategy):
 
     def begin_microbatch(self, *, last: bool) -> None:
         if self._drops:
-            self._buffers = BufferValues(self._buffer_batches)
+            self._buffers = values_of_all_engines(self._buffer_batches)
         self._buckets.begin_microbatch(last=last)
 
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
@@ -130,9 +130,10 @@ class Replicated(strategy.Strategy):
     def end_microbatch(self) -> Tensor | None:
         kept = self._buckets.microbatch_is_finite()
         self._buckets.end_microbatch(kept)
-        if kept is not None and self._buffers is not None:
-            self._buffers.revert(~kept)
-            self._buffers = None
+        if kept is not None:
+            for values in self._buffers:
+                values.revert(~kept)
+            self._buffers = []
         return kept
 
     def finish_gradients(self) -> None:

@@ -207,19 +207,30 @@ def run_in_fp32(
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
     cast_inputs(module, torch.float32)
-    instance_forward: Callable[..., Any] | None = vars(module).get("forward")
+    forward = forward_function(module)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            if instance_forward is not None:  # another tool has replaced it
-                return instance_forward(*args, **kwargs)
-            return type(self).forward(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
 
     # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
     # autocast would stay disabled after an exception.
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(in_fp32, module)
     if output_dtype is not None:
         cast_outputs(module, output_dtype)
+
+
+def forward_function(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module as a function of the module, which deep copies can share.
+
+    Args:
+        module: The module. If another tool has replaced its forward by a function that is not a
+            method of the module, that function is called for every module.
+    """
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__
+    return lambda _, *args, **kwargs: forward(*args, **kwargs)
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -322,12 +333,11 @@ def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Modu
         names = [
             name for name, value in module.named_parameters(recurse=False) if id(value) in in_fp32
         ]
-        raise ConfigError(
-            "precision.policy.keep_fp32",
-            next(iter(kept)),
+        problem = (
             f"shares its parameter with {names[0]!r} of the outermost module; use the policy fp32, "
-            "or give each of them its own parameter",
+            "or give each of them its own parameter"
         )
+        raise ConfigError("precision.policy.keep_fp32", next(iter(kept)), problem)
     return sharing
 
 

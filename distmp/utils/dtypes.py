@@ -31,6 +31,11 @@ def local_values(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
+# A type that gloo has, by size in bytes. A broadcast copies bits.
+_SENT_AS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+
+
 def as_sent(tensor: Tensor) -> Tensor:
-    """Return a view that gloo can broadcast: it has no 8-bit floating-point types."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+    """Return a view that gloo can broadcast: it lacks 8-bit floats and some integer types."""
+    wide = tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if wide else tensor.view(_SENT_AS[tensor.itemsize])

@@ -273,17 +273,17 @@ MUTANTS = [
     Mutant(
         "buffers are saved on another stream",
         MODULE_BUFFERS,
-        "        self._before = BufferValues(self._batches)\n",
+        "        self._before = values_of_all_engines(self._batches)\n",
         "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            self._before = BufferValues(self._batches)\n",
+        "            self._before = values_of_all_engines(self._batches)\n",
         REVERTED,
     ),
     Mutant(
         "buffers are restored on another stream",
         MODULE_BUFFERS,
+        "            values.revert(skipped)\n",
+        "            with torch.cuda.stream(torch.cuda.Stream()):\n"
         "                values.revert(skipped)\n",
-        "                with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "                    values.revert(skipped)\n",
         REVERTED,
     ),
     Mutant(

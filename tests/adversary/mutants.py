@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "a dropped microbatch keeps its batch statistics",
         "distmp/parallel/replicated.py",
-        "self._buffers.revert(~kept)",
+        "values.revert(~kept)",
         "pass",
     ),
     Mutant(

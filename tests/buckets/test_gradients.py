@@ -789,6 +789,16 @@ def test_a_step_abandoned_after_buckets_were_launched() -> None:
     check_usage(model, buckets, [[[0, 1, 2], [2, 4]], [[0], [4, 3, 3, 1]]])
 
 
+def test_a_microbatch_cannot_be_dropped_from_a_sum_with_earlier_ones() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    buckets.begin_step()
+    buckets.begin_microbatch(last=True)
+    sum_of_outputs(model).backward()
+    with pytest.raises(TrainingError, match=r"needs .*drop_non_finite=True"):
+        buckets.end_microbatch(torch.tensor(False))
+
+
 @ranks(2)
 def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
     model = Branches()

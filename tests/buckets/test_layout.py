@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from distmp.buckets.layout import ALIGNMENT, BucketLayout, plan_buckets
+from distmp.buckets.layout import ALIGNMENT, BucketLayout, check_parameters, plan_buckets
+from distmp.errors import ConfigError
+from tests.ranks import ranks
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -138,3 +142,15 @@ def test_a_parameter_with_gaps_gets_a_dense_view() -> None:
     (view,) = layout.views(torch.zeros(layout.size))
     assert view.is_contiguous()
     assert view.shape == (4, 3)
+
+
+@ranks(1)
+def test_parameters_without_values_of_their_own_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for parameter in (
+        nn.Parameter(distribute_tensor(torch.zeros(4), mesh)),
+        nn.Linear(2, 2, device="meta").weight,
+        nn.LazyLinear(2).weight,
+    ):
+        with pytest.raises(ConfigError, match=r"'p': is a DTensor, lazy or on the meta device"):
+            check_parameters([("p", parameter)])

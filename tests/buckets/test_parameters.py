@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
+from tests.ranks import ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -105,6 +107,21 @@ def test_memory_order_is_kept() -> None:
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(masters.named["0.weight"], weight)
     assert torch.equal(model[0].weight, weight.bfloat16())
+
+
+@ranks(2)
+def test_shards_keep_memory_order() -> None:
+    for shape, order in (((3, 4, 2, 2), (0, 2, 3, 1)), ((6, 5), (1, 0))):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        value = values.permute(order).contiguous().permute(back)
+        parameter = nn.Parameter(value.bfloat16())
+        buckets = Fp32GradBuckets([("w", parameter)], dist.group.WORLD, shard=True)
+        flat = FlatParameters(buckets, {"w": value})
+        assert parameter.stride() == value.stride() != values.stride()
+        assert torch.equal(parameter, values.bfloat16())
+        expected = values.permute(order).flatten()[flat.shard_ranges["w"]]
+        assert torch.equal(flat.named["w"], expected)
 
 
 def test_pure_weights_are_the_parameters_and_get_sums_that_are_rounded_once() -> None:

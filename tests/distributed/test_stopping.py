@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -177,6 +179,19 @@ def test_handlers_of_other_code_are_kept() -> None:
         assert (received, stop.received) == ([USR1], None)
     finally:
         signal.signal(USR1, before)
+
+
+def test_native_handler_of_faulthandler_is_kept(tmp_path: Path) -> None:
+    with (tmp_path / "stacks").open("w+") as stacks:
+        faulthandler.register(USR1, stacks)
+        try:
+            with StopSignals() as stop:
+                send(USR1)
+            send(USR1)
+        finally:
+            faulthandler.unregister(USR1)
+        assert stop.received is None
+        assert (tmp_path / "stacks").read_text().count("most recent call first") >= 2
 
 
 @ranks(2)

@@ -132,6 +132,18 @@ def test_process_without_launcher_creates_no_group(monkeypatch: pytest.MonkeyPat
     assert not dist.is_initialized()
 
 
+def test_cpu_of_accelerate_is_the_device_of_a_single_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert world_of_process().device == CPU
+    assert world_of_process("cuda").device == torch.device("cuda", 0)
+
+
 @ranks(2, initialize=False)
 def test_ranks_create_and_destroy_group() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])

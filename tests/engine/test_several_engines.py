@@ -158,6 +158,28 @@ def test_overflow_of_one_engine_does_not_change_the_other() -> None:
     assert not torch.isnan(discriminator.model[1].running_mean).any()
 
 
+def test_dropped_microbatch_does_not_change_buffers_of_the_other_engine() -> None:
+    generator, discriminator = build(policy="fp32", on_nonfinite="drop_microbatch")
+    good, bad = batches(0, 0)
+    expected = networks()[1]
+    expected(networks()[0](good[1]))
+    bad[1][0, 0] = torch.nan
+    assert generator.step([good, bad]).numbers.dropped == 1
+    for name, value in expected.named_buffers():
+        torch.testing.assert_close(discriminator.model.get_buffer(name), value)
+
+
+def test_failed_step_does_not_change_buffers_of_the_other_engine() -> None:
+    generator, discriminator = build(policy="fp32")
+    good, bad = batches(0, 0)
+    bad[1][0, 0] = torch.nan
+    before = {name: value.clone() for name, value in discriminator.model.named_buffers()}
+    with pytest.raises(TypeError):
+        generator.step([bad, (good[0], None)])
+    for name, value in before.items():
+        assert torch.equal(discriminator.model.get_buffer(name), value), name
+
+
 @ranks(2)
 def test_the_probes_of_the_first_step_change_no_other_model() -> None:
     generator, discriminator = build(strategy="ddp", policy="fp32")

@@ -264,6 +264,9 @@ def _check_mixed_up_calls() -> None:
         fabric.setup_optimizers(sgd(model.parameters())).step()
     with pytest.raises(ConfigError, match="pass the sum of the losses, a 0-dim tensor"):
         plugin.weighted_loss(torch.ones(2), 2)
+    for weight in (torch.tensor([3.0, 4.0]), [3, 4], "3"):
+        with pytest.raises(ConfigError, match=r"^weight = .* must (be|have) .*one"):
+            plugin.weighted_loss(torch.ones(()), weight)  # type: ignore[arg-type]
 
     lbfgs = fabric.setup_optimizers(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ConfigError, match="computes several gradients in one step"):

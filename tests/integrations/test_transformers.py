@@ -475,6 +475,18 @@ def test_labels_of_a_causal_model_without_known_loss_are_counted_shifted(tmp_pat
     assert not any(map(_uses_default_loss, others))
 
 
+@ranks(1)
+def test_older_transformers_is_one_message(tmp_path: Path) -> None:
+    import transformers
+
+    from distmp.integrations.transformers import Trainer
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+        with pytest.raises(ConfigError, match=r"^transformers = '5.*run pip install 'distmp\["):
+            Trainer(llama(), arguments(tmp_path), train_dataset=Sentences(16))
+
+
 def test_missing_transformers_message_names_package() -> None:
     code = "import sys; sys.modules['transformers'] = None; import distmp.integrations.transformers"
     done = run(python("-c", code), Path.cwd())

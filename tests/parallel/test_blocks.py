@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -9,7 +10,12 @@ from torch import nn
 
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
-from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
+from distmp.parallel.blocks import (
+    checkpoint_activations,
+    find_blocks,
+    outermost,
+    prepare_blocks,
+)
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
 from tests.reference import INPUTS, TWO_RANKS, make_engine, make_model, train, weights
@@ -42,6 +48,13 @@ def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
     assert list(found) == ["body.0.0.attention", "body.0.1", "body.0.3.0"]
     assert found["body.0.1"] is body[1]
     assert find_blocks(nn.Linear(1, 1)) == {}
+
+
+def test_blocks_that_lists_share_have_one_name() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    model.ends = nn.ModuleList([model.layers[2], model.layers[0], nn.Linear(2, 2)])
+    assert list(find_blocks(model)) == ["layers.0", "layers.1", "layers.2", "ends.2"]
 
 
 def test_classes_that_the_model_does_not_split_come_first() -> None:
@@ -84,6 +97,33 @@ def test_checkpointing_computes_blocks_again_and_keeps_names_and_numbers() -> No
     with torch.no_grad():
         model(x)
     assert calls == [True, True, False]
+
+
+@pytest.mark.parametrize("compile_with", [None, "eager"])
+@pytest.mark.parametrize("block", [nn.Linear, nn.BatchNorm1d])
+def test_copy_of_recomputed_block_uses_own_parameters_and_buffers(
+    block: Any, compile_with: str | None
+) -> None:
+    original = block(*[3] * (1 + (block is nn.Linear)))
+    checkpoint_activations(original, compile_with)
+    copied, plain = copy.deepcopy(original), type(original).forward
+    with torch.no_grad():
+        for tensor in (*original.parameters(), *original.buffers()):
+            tensor.zero_()
+    x = torch.randn(4, 3, requires_grad=True)
+    before = copy.deepcopy(copied)
+    torch.testing.assert_close(copied(x), plain(before, x))
+    copied(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert all(tensor.eq(0).all() for tensor in original.buffers())
+
+
+def test_recomputed_block_is_compiled_without_graph_breaks() -> None:
+    block, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
+    expected = block(x)
+    checkpoint_activations(block)
+    block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(block(x), expected)
 
 
 def test_compiled_blocks_keep_names_and_a_whole_model_warns(

@@ -115,6 +115,30 @@ def test_embedding_and_head_are_groups_unless_they_share_a_weight() -> None:
     assert units(engine) == blocks
 
 
+class NormalizingHead(nn.Module):
+    own_group = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+@ranks(2)
+def test_kept_module_inside_of_a_module_with_own_group_is_a_group() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), NormalizingHead())
+    engine = make_engine(
+        model=model, loss=sum_of_squares, strategy="fsdp", policy="bf16,keep_fp32=norm"
+    )
+    assert units(engine) == ["", "1", "1.norm"]
+    seen: list[torch.dtype] = []
+    model[1].norm.register_forward_hook(lambda part, *_: seen.append(part.weight.dtype))
+    engine.step([torch.ones(2, 4)])
+    assert seen == [torch.float32]
+
+
 class Tied(nn.Module):
     """Modules with one weight that ask for groups of their own."""
 

@@ -474,6 +474,27 @@ def test_modules_that_are_reduced_in_an_unknown_way_are_refused() -> None:
         DeviceMesh("cpu", [0, 1])
 
 
+@ranks(2)
+def test_parameters_that_a_wrapper_ignores_are_refused() -> None:
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ignore(layers, ["1.bias"])
+    assert "module.1.bias': no wrapper reduces" in refused(DistributedDataParallel(layers))
+    fsdp1 = FullyShardedDataParallel(
+        nn.Sequential(layers[0], nn.Linear(4, 4)),
+        ignored_modules=[layers[0]],
+        device_id=torch.device("cpu"),
+    )
+    assert "0.weight': no wrapper reduces its gradient" in refused(fsdp1)
+    ignore(layers, [])
+    delaying = DistributedDataParallel(
+        layers,
+        delay_all_reduce_named_params=[("0.weight", layers[0].weight)],
+        param_to_hook_all_reduce=layers[1].bias,
+    )
+    distmp.global_mean(delaying(torch.ones(2, 4)).sum(), 2, delaying)
+
+
 def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:
     raise AssertionError("never called")
 

@@ -119,10 +119,12 @@ DTYPES = (
     torch.float16,
     torch.float8_e4m3fn,
     torch.int64,
+    torch.int16,
     torch.uint8,
     torch.bool,
     torch.complex64,
 )
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class EveryKind(nn.Module):
@@ -161,7 +163,9 @@ def bits(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size, Any]]:
     }
 
 
-def check_every_kind(dtypes: Sequence[torch.dtype] = DTYPES, device: str = "cpu") -> None:
+def check_every_kind(
+    dtypes: Sequence[torch.dtype] = (*DTYPES, *WIDE_UNSIGNED), device: str = "cpu"
+) -> None:
     """Take an applied, a skipped and an interrupted step with buffers of every kind."""
     group, rank = (dist.group.WORLD, dist.get_rank()) if dist.is_initialized() else (None, 0)
     model, first_rank = (EveryKind(seed, dtypes).to(device) for seed in (rank, 0))
@@ -197,7 +201,7 @@ def test_every_kind_of_buffer_is_reverted_to_the_bit(
 
 @pytest.mark.gpu
 def test_every_kind_of_buffer_is_reverted_on_a_gpu() -> None:
-    check_every_kind(device="cuda")
+    check_every_kind(DTYPES, device="cuda")
 
 
 @ranks(2)

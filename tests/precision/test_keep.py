@@ -292,6 +292,17 @@ def test_copied_kept_module_uses_own_parameters(
     torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
 
 
+def test_copy_of_module_that_was_kept_twice_uses_own_parameters(
+    reference: tuple[nn.Linear, Tensor, Tensor],
+) -> None:
+    linear, x, expected = reference
+    run_in_fp32(linear, "cpu")
+    copied = copy.deepcopy(linear)
+    with torch.no_grad():
+        linear.weight.zero_()
+    torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
+
+
 def test_kept_modules_work_compiled_and_checkpointed(
     reference: tuple[nn.Linear, Tensor, Tensor],
 ) -> None:
