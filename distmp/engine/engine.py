@@ -437,8 +437,8 @@ class Engine:
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradients that the optimizer reads, sharded as `weights`, by parameter name.
 
-        None for a parameter that was not used. Valid inside a step pre-hook of the optimizer; they
-        may still be multiplied by the loss scale.
+        None for a parameter that was not used. Valid inside a step pre-hook of the optimizer: those
+        of the mean, after clipping.
         """
         return self._state.gradients()
 

@@ -134,7 +134,8 @@ class Updates:
         if self.skips_on_device:
             self.max_applied += 1
             # Hooks of the user see, and may change, the gradients of the mean.
-            hooked = bool(self.optimizer._optimizer_step_pre_hooks)
+            hooks = self.optimizer._optimizer_step_pre_hooks.values()
+            hooked = any(not hook.__module__.startswith("distmp.") for hook in hooks)
             if hooked:
                 self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.

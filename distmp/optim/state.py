@@ -90,8 +90,14 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
         names: Name of each parameter by its `id`.
 
     Raises:
-        CheckpointError: If a state is neither a tensor nor a number, so that it would be lost.
+        CheckpointError: If a state is neither a tensor nor a number, or the optimizer has added it
+            to `state_dict`, so that it would be lost.
     """
+    if lost := optimizer.state_dict().keys() - {"param_groups", "state"}:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has {listed(sorted(lost))}, which is not "
+            "saved; keep it in the state of parameters, or as numbers in groups"
+        )
     state = {}
     for parameter, values in optimizer.state.items():
         if id(parameter) not in names:

@@ -206,9 +206,24 @@ def test_shuffled_hugging_face_stream_resumes_in_any_epoch() -> None:
     first, second, third = values(loader), values(loader), values(loader)
     assert sorted(map(int, first)) == sorted(map(int, second)) == list(range(20))
     assert first != second != third
-    for samples in (8, 28, 40):
+    for samples in range(0, 60, 4):
         resumed = DataLoader(shuffled_stream(), 4, 2, first_sample=samples)
         assert values(resumed) == (first + second + third)[samples : (samples // 20 + 1) * 20]
+
+
+def test_shards_of_hugging_face_stream_resume_in_any_epoch() -> None:
+    """Hugging Face changes the order of shards in each epoch, also without a shuffle."""
+
+    def stream() -> Any:
+        return rows(x=list(range(17))).to_iterable_dataset(num_shards=3)
+
+    loader = DataLoader(stream(), 4, 2)
+    whole = [values(loader) for _ in range(3)]
+    expected = [sample for each in whole for sample in each]
+    for samples in range(0, 48, 4):
+        found = values(DataLoader(stream(), 4, 2, first_sample=samples))
+        assert found == expected[samples : samples + len(found)]
+        assert found
 
 
 def test_skipped_samples_draw_no_random_numbers_of_others() -> None:

@@ -626,3 +626,12 @@ def test_the_exported_weights_are_the_fp32_ones(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="which exported weights would replace; name a n"):
             engine.export(directory)
     assert engine.load(tmp_path / "weights" / "checkpoints") == {"step": 2}
+
+
+@ranks(1)
+def test_numbers_are_those_at_the_time_of_the_save(tmp_path: Path) -> None:
+    engine, history = make_engine(), [1]
+    engine.save(tmp_path, {"history": history}, wait=False)
+    history.append(2)
+    engine.wait_for_save()
+    assert make_engine().load(tmp_path)["history"] == [1]

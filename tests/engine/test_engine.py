@@ -943,3 +943,40 @@ def test_an_unknown_argument_is_refused() -> None:
     )
     with pytest.raises(TypeError, match=message):
         make_engine(max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("policy", ["fp32", "fp16,loss_scale=8"])
+def test_hooks_change_gradients_of_the_mean(
+    policy: str, fused: bool, max_norm: float | None
+) -> None:
+    torch.manual_seed(0)
+    module, inputs = torch.nn.Linear(4, 2), torch.randn(6, 4)
+    weight = module.weight.detach().double().requires_grad_()
+    bias = module.bias.detach().double().requires_grad_()
+    (inputs.double() @ weight.T + bias).square().sum().div(6).backward()
+    assert weight.grad is not None
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_([weight, bias], max_norm)
+    expected = weight - 0.1 * (weight.grad + 1.0)
+    engine = Engine(
+        module,
+        lambda model, batch: (model(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1, fused=fused),
+        policy=policy,
+        max_norm=max_norm,
+        device="cpu",
+    )
+
+    def add_one(*_: object) -> None:
+        for gradient in engine.gradients().values():
+            assert gradient is not None
+            gradient += 1.0
+
+    engine.optimizer.register_step_pre_hook(add_one)
+    engine.step([inputs])
+    found = engine.weights()["weight"].double()
+    torch.testing.assert_close(
+        found, expected.detach(), rtol=0, atol=1e-3 * ("fp16" in policy) + 1e-6
+    )

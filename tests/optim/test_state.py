@@ -125,6 +125,16 @@ def test_state_of_no_parameter_is_refused() -> None:
         named_state(optimizer, names_of(named))
 
 
+def test_state_that_only_state_dict_returns_is_refused() -> None:
+    class Counting(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "count": 3}
+
+    named = parameters()
+    with pytest.raises(CheckpointError, match=r"Counting\.state_dict\(\) has count, which is not"):
+        named_state(Counting(named.values(), lr=0.1), names_of(named))
+
+
 class Adam(torch.optim.AdamW):
     """Keeps the full weights, too."""
 
