@@ -283,7 +283,7 @@ class DistmpEngine(AccumulationMethod):
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
                     # Fused optimizers divide by the scale themselves.
-                    gradients[name] = parameter.grad / optimizer.grad_scale  # type: ignore[attr-defined]
+                    gradients[name] = parameter.grad.clone()
 
         handle = self._engine.optimizer.register_step_pre_hook(record)
         self.step(count)
