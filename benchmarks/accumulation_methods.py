@@ -282,7 +282,6 @@ class DistmpEngine(AccumulationMethod):
         def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    # Fused optimizers divide by the scale themselves.
                     gradients[name] = parameter.grad.clone()
 
         handle = self._engine.optimizer.register_step_pre_hook(record)
