@@ -219,7 +219,7 @@ REFUSED = {
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "named like a file": (["run", "--to", "model.safetensors"], "names a directory, not a file"),
     "no directory": (["run"], "--to"),
-    "here": (["../run", "--to", "."], "--to = '.': has no name of its own"),
+    "here": (["../run", "--to", "."], "cannot write .: it has no name"),
     "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),

@@ -251,7 +251,7 @@ def test_invalid_callback_state_does_not_prevent_checkpoint(tmp_path: Path) -> N
     found = [line for line in lines if "is not saved" in line]
     assert found
     assert found[0].startswith("state_dict() of callback Later is not saved: {'value': (1, 2)} ")
-    numbers = StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
+    numbers = StoredCheckpoint(run.directory.checkpoints / "step-000008").state.numbers
     assert [*numbers["callbacks"]] == ["EarlyStopping"]
 
 
