@@ -63,8 +63,7 @@ class DeferredGradScaler(DistributedGradScaler):
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all ranks skipped the latest step. Waits for the device."""
-        found: Tensor | None = getattr(optimizer, FOUND_INF, None)
-        return found is not None and bool(found.item())
+        return bool(getattr(optimizer, FOUND_INF, False))
 
     def get_scale(self) -> float:
         """Finish the last iteration, and return the scale."""

@@ -218,7 +218,10 @@ def create_state(
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     step = inspect.unwrap(type(optimizer).step)
-    has_kernel = any(step is inspect.unwrap(base.step) for base in _KERNELS)
+    is_own = step.__module__.startswith(("torch.optim", "distmp.optim"))
+    # Or it may call super().step().
+    is_own |= "__class__" in step.__code__.co_freevars
+    is_subclass = is_own and isinstance(optimizer, _KERNELS)
     left_out: dict[str, None] = {}
     keys = _keys(stored)
     if is_of_torch:
@@ -239,7 +242,7 @@ def create_state(
             continue
         state.pop(key.removesuffix(_NUMBER), None)
         is_count = not shape and (key in _COUNTS or key.endswith(_NUMBER))
-        uses_dtype = is_of_torch or (has_kernel and key in _MOMENTS)
+        uses_dtype = is_of_torch or (is_subclass and key in _MOMENTS)
         if dtype.is_floating_point and uses_dtype and not is_count:
             dtype = parameter.dtype
         full = parameter.shape if shapes is None else shapes[name]
