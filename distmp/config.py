@@ -483,7 +483,7 @@ class RunConfig:
         policy = self.precision.check_names()
         self._check_blocks(policy)
         find_metrics(self.validation.metrics)
-        for callback in parse_callbacks(self.callbacks):
+        for callback in parse_entries("callbacks", self.callbacks):
             find_callback(callback)
         stochastic = policy is not None and policy.stochastic_rounding
         optimizer_factory(self.optim, stochastic_rounding=stochastic, seed=self.seed)
@@ -508,7 +508,7 @@ class RunConfig:
         )
 
     def _check_metrics(self) -> None:
-        parse_callbacks(self.callbacks)
+        parse_entries("callbacks", self.callbacks)
         metrics = self.validation.metrics
         require(
             "perplexity" not in metrics.values() or self.model.loss == "next_token",
@@ -570,15 +570,6 @@ def find_callback(entry: Entry) -> Any:
     """
     problem = f"cannot be called with the options {entry.options} ({{reason}}); {_NOTATION}"
     return load_function("callbacks", entry.name, entry.options, problem)
-
-
-def parse_callbacks(entries: Sequence[str | dict[str, Any]]) -> list[Entry]:
-    """Return the entries of the setting `callbacks`.
-
-    Raises:
-        ConfigError: If one has other keys than `name` and `options`, or values of other types.
-    """
-    return parse_entries("callbacks", entries)
 
 
 def _expanded(path: str | None) -> str | None:

@@ -135,11 +135,6 @@ class StoredCheckpoint:
         """
         return manifest.read(self.path)
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """The numbers that `saving.save` received. Raises the errors of `state`."""
-        return self.state.numbers
-
     @cached_property
     def index(self) -> Metadata:
         """The index of the tensors, in the format of torch.distributed.checkpoint (DCP).

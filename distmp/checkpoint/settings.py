@@ -91,8 +91,3 @@ class CheckpointConfig:
         valid = self.every > 0 or self.keep_every == 0
         require(valid, "checkpoint.keep_every", self.keep_every, problem)
         require(self.path != "", "checkpoint.path", self.path, "give a path, or null")
-
-    @property
-    def retention(self) -> Retention:
-        """The rules that select the checkpoints to keep."""
-        return Retention(self.keep, self.keep_every)

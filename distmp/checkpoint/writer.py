@@ -91,7 +91,7 @@ class CheckpointWriter:
         overwrite: bool = False,
     ) -> None:
         self._settings = settings
-        self._retention = settings.retention
+        self._retention = Retention(settings.keep, settings.keep_every)
         self._directory = directory
         self._world = world
         self._log = log

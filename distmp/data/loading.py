@@ -284,7 +284,7 @@ class SeededMicrobatches:
         read = self.dataset
         while isinstance(read, Subset):  # has the method, whether or not its dataset has it
             read = read.dataset
-        self._reads_together = hasattr(read, "__getitems__")
+        self._reads_together = getattr(read, "__getitems__", None) is not None
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """Return a collated microbatch; torch's data loader calls this method.
@@ -324,11 +324,11 @@ class SeededMicrobatches:
             yield
         except DistmpError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised as another one)
             raise DataError(
                 f"{what} of the dataset {type(self.dataset).__qualname__} cannot be read: "
                 f"{describe(error)} ({_place(error)})"
-            ) from error
+            ) from (None if isinstance(error, StopIteration) else error)  # contextlib's own case
 
     def _seed_generators(self, position: int) -> None:
         if self._draws:

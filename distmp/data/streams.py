@@ -109,7 +109,7 @@ class Stream:
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""
         first = self._position
-        # Hugging Face orders shards anew in each epoch, but skips in the order of the first one.
+        # Hugging Face may order shards anew in each epoch, but skips in the order of the first one.
         reordered = self.epoch > 0 and getattr(self._dataset, "num_shards", 1) > 1
         if count > 1 and hasattr(self._dataset, "skip") and not reordered:
             self._begin(self._dataset.skip(count - 1))

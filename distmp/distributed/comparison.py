@@ -164,8 +164,6 @@ class Fingerprint:
         Returns:
             The sums, of the shape of `values`, and what `differs` returns.
         """
-        if not self.terms:
-            return all_reduce(values), self.differs(values[:0])
         # Filled on the device: a tensor made from Python numbers would make the host wait.
         terms = [torch.full_like(values[:1], term) for term in self.terms]
         sums = all_reduce(torch.cat([values, *terms]))

@@ -111,7 +111,7 @@ def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
         ConfigError: If the classes have no base class in common.
     """
     own = described_optimizer(engine)[OPTIMIZER]
-    stored = checkpoint.numbers.get(OPTIMIZER, own)
+    stored = checkpoint.state.numbers.get(OPTIMIZER, own)
     if {*stored} & {*own}:
         return
     raise ConfigError(
@@ -281,7 +281,7 @@ def load(
     if optimizer:
         check_optimizer(engine, checkpoint)
     load_checkpoint(engine, checkpoint, optimizer=optimizer)
-    numbers = checkpoint.numbers
+    numbers = checkpoint.state.numbers
     return {"step": checkpoint.state.step, **numbers.get(OWN_NUMBERS, numbers)}
 
 

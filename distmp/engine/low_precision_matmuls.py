@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distmp.distributed.world import World
 from distmp.engine.precision_phases import PhaseSchedule
-from distmp.errors import require
+from distmp.errors import ConfigError
 from distmp.quantization.layers import LowPrecisionLayers
 from distmp.quantization.linear import ProductFormats
 from distmp.scaling.step_decision import StepDecision
@@ -79,8 +79,9 @@ class LowPrecisionMatmuls:
             "has the same layer), so its products would not be those of precision.policy; change a "
             "model before you build the engine, and give each engine its own layers"
         )
-        for name, forward in _forwards(self.layers).items():
-            require(forward is self._forwards[name], "model", f"{name}.forward", problem)
+        forwards = _forwards(self.layers)
+        if changed := [name for name, each in forwards.items() if each is not self._forwards[name]]:
+            raise ConfigError("model", f"{changed[0]}.forward", problem)
 
     def begin_step(self, step: int) -> None:
         """Clear the statistics of the previous step, and store the formats of step `step`."""

@@ -62,6 +62,7 @@ class Updates:
         self.optimizer = strategy.build_optimizer(factory, parameters)
         self.names = {id(tensor): name for name, tensor in parameters}
         self._strategy = strategy
+        self._rounds = any(tensor.dtype != torch.float32 for _, tensor in parameters)
         set_rounding(self.optimizer, policy)
         place_matrices(self.optimizer, strategy, self.names, device)
         place_shards(self.optimizer, strategy, self.names)
@@ -133,13 +134,14 @@ class Updates:
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
             self.max_applied += 1
-            # Hooks of the user see, and may change, the gradients of the mean.
+            # Hooks of the user see, and may change, the gradients of the mean. Gradients that are
+            # rounded next are divided before that with and without hooks, which ranks may lack.
             hooks = self.optimizer._optimizer_step_pre_hooks.values()
-            hooked = any(not hook.__module__.startswith("distmp.") for hook in hooks)
-            if hooked:
+            divides = self._rounds or any(not h.__module__.startswith("distmp.") for h in hooks)
+            if divides:
                 self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = None if hooked else decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if divides else decision.grad_scale  # type: ignore[attr-defined]
             # Without it, a kernel less for each step count. On CPUs the host knows it.
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ _SIGNS = re.compile(
 )
 _INTEGERS = (torch.int32, torch.int64)
 # Not "/torch/": an environment or a directory of the user's may have this name.
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}/"
 # The step that fails was launched last, or before that.
 _STEPS_KEPT = 2
 

@@ -173,21 +173,21 @@ def export(
     problem = "contains no average of the weights; train with ema.decay"
     require(valid, "--ema", str(checkpoint), problem)
     tokenizer = _tokenizer(checkpoint)
-    adapter = checkpoint.numbers.get("adapter")
+    adapter = checkpoint.state.numbers.get("adapter")
     weights = CheckpointWeights(
         checkpoint, DTYPE_WORDS[dtype], ema=ema, adapters=adapter is not None
     )
     if adapter is not None:
         write_adapter(target, weights, adapter, tokenizer)
     else:
-        described = checkpoint.numbers.get("model")
+        described = checkpoint.state.numbers.get("model")
         write(target, weights, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
     return checkpoint
 
 
 def _tokenizer(checkpoint: StoredCheckpoint) -> Path | None:
     """Return the directory of the tokenizer of a run, if it exists; log if there is none."""
-    known = checkpoint.numbers.get("tokenizer")
+    known = checkpoint.state.numbers.get("tokenizer")
     if known is not None and huggingface_files.has_tokenizer(Path(known)):
         return Path(known)
     if known is not None:

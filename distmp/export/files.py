@@ -200,6 +200,8 @@ def _check_replaceable(directory: Path) -> None:
     Raises:
         CheckpointError: If the directory holds other files, such as checkpoints, or is a file.
     """
+    if directory.name in ("", ".."):
+        raise CheckpointError(f"cannot write {directory}: it has no name of its own; name one")
     if not directory.exists():
         return
     names = [directory.name]

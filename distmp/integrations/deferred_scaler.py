@@ -13,6 +13,10 @@ from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.reduced_flags import CheckedOptimizer, ReducedFlags
 from distmp.scaling.settings import LossScaleConfig
 
+# Attribute of an optimizer: above 0 if its latest step was skipped, 0-dim on the device. A mapping
+# would keep optimizers alive.
+FOUND_INF = "_distmp_found_inf"
+
 
 class DeferredGradScaler(DistributedGradScaler):
     """A scaler whose `update` takes effect when the next backward starts.
@@ -32,8 +36,6 @@ class DeferredGradScaler(DistributedGradScaler):
         self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
     ) -> None:
         self._due = False
-        # Whether the latest step of each optimizer was skipped: above 0, 0-dim on the device.
-        self._found_inf: dict[torch.optim.Optimizer, Tensor] = {}
         numbers = asdict(rules)
         super().__init__(
             device,
@@ -61,7 +63,7 @@ class DeferredGradScaler(DistributedGradScaler):
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all ranks skipped the latest step. Waits for the device."""
-        return optimizer in self._found_inf and bool(self._found_inf[optimizer].item())
+        return bool(getattr(optimizer, FOUND_INF, False))
 
     def get_scale(self) -> float:
         """Finish the last iteration, and return the scale."""
@@ -78,12 +80,10 @@ class DeferredGradScaler(DistributedGradScaler):
         self._finish_iteration()
         super().load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_found_inf": {}}
-
     def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
         super()._apply_decision(members, total)
-        self._found_inf.update((member.optimizer, total.found_inf) for member in members)
+        for member in members:
+            setattr(member.optimizer, FOUND_INF, total.found_inf)
 
     def _finish_iteration(self) -> None:
         if self._due:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from distmp.errors import ConfigError, TrainingError, argument_names, require
-from distmp.integrations.deferred_scaler import DeferredGradScaler
+from distmp.integrations.deferred_scaler import FOUND_INF, DeferredGradScaler
 from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
@@ -539,7 +539,9 @@ def _follow(scheduler: Any, scaler: DeferredGradScaler) -> None:
     original = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not scaler.was_skipped(self.optimizer):
+        # The optimizer may be inside of the one that the scaler steps.
+        known = hasattr(self.optimizer, FOUND_INF)
+        if not (scaler.was_skipped(self.optimizer) if known else scaler.step_skipped):
             original.step(self, *args, **kwargs)
 
     names = {"step": step, "__module__": original.__module__, "__doc__": original.__doc__}

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from dataclasses import replace
-from unittest import mock
 
 from distmp.errors import ConfigError, require
 from distmp.launcher.job import ENVIRONMENTS
@@ -70,8 +69,13 @@ def _import_torch_quietly() -> None:
 
     torch reads the variable when it is imported. Ranks inherit its original value.
     """
-    with mock.patch.dict(os.environ, {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR")}):
+    if _LOG_LEVEL in os.environ:
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
         importlib.import_module("torch")
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:

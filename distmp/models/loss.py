@@ -109,9 +109,11 @@ _WRAPPERS = (
     "torch._dynamo.",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.algorithms.",
+    "torch.optim.swa_utils",
     "accelerate.",
     "deepspeed.",
-    "lightning",
+    "lightning.",
+    "lightning_fabric.",
     "peft.",
     "pytorch_lightning.",
 )
@@ -196,8 +198,8 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
         own, passes_more = _arguments(type(module).forward)
         names |= own
         if not passes_more:
-            break
-    return names
+            return names
+    return names | {"position_ids"}  # the last one takes any others
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:

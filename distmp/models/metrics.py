@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,10 +72,9 @@ def accuracy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         (2, 3)
     """
     logits = logits_of(outputs)
-    if isinstance(batch, Mapping):
-        targets = batch.get("targets")
-    else:
-        targets = batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
+    targets = None
+    with suppress(TypeError, IndexError, KeyError):
+        targets = batch["targets"] if isinstance(batch, Mapping) else batch[1]
     if not isinstance(targets, Tensor) or targets.shape != logits.shape[:-1]:
         shape = f" and targets {[*targets.shape]}" if isinstance(targets, Tensor) else ""
         raise ConfigError(

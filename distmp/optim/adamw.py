@@ -117,10 +117,11 @@ class AdamW(torch.optim.AdamW):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         number = 0
+        problem = "is an option that this optimizer lacks; use torch.optim.AdamW"
+        for option in ("amsgrad", "maximize"):
+            given = any(group[option] for group in self.param_groups)
+            require(not given, "optimizer", option, problem)
         for group in self.param_groups:
-            for option in ("amsgrad", "maximize"):
-                problem = "is an option that this optimizer lacks; use torch.optim.AdamW"
-                require(not group[option], "optimizer", option, problem)
             names = group.get("param_names") or map(str, itertools.count(number))
             number += len(group["params"])
             for name, parameter in zip(names, group["params"], strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -93,6 +94,12 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
         CheckpointError: If a state is neither a tensor nor a number, or the optimizer has added it
             to `state_dict`, so that it would be lost.
     """
+    for parameter in optimizer.state:
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has a state of {parameter!r}, not a parameter; use "
+                "another optimizer, or a subclass that keeps it in its groups"
+            )
     if lost := optimizer.state_dict().keys() - {"param_groups", "state"}:
         raise CheckpointError(
             f"{type(optimizer).__name__}.state_dict() has {listed(sorted(lost))}, which is not "
@@ -100,11 +107,6 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
         )
     state = {}
     for parameter, values in optimizer.state.items():
-        if id(parameter) not in names:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} has a state of {parameter!r}, not a parameter; use "
-                "another optimizer, or a subclass that keeps it in its groups"
-            )
         for key, value in values.items():
             if value is None:
                 continue
@@ -215,6 +217,11 @@ def create_state(
         for parameter in group["params"]
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+    step = inspect.unwrap(type(optimizer).step)
+    is_own = step.__module__.startswith(("torch.optim", "distmp.optim"))
+    # Or it may call super().step().
+    is_own |= "__class__" in step.__code__.co_freevars
+    is_subclass = is_own and isinstance(optimizer, _KERNELS)
     left_out: dict[str, None] = {}
     keys = _keys(stored)
     if is_of_torch:
@@ -235,7 +242,7 @@ def create_state(
             continue
         state.pop(key.removesuffix(_NUMBER), None)
         is_count = not shape and (key in _COUNTS or key.endswith(_NUMBER))
-        uses_dtype = is_of_torch or (isinstance(optimizer, _KERNELS) and key in _MOMENTS)
+        uses_dtype = is_of_torch or (is_subclass and key in _MOMENTS)
         if dtype.is_floating_point and uses_dtype and not is_count:
             dtype = parameter.dtype
         full = parameter.shape if shapes is None else shapes[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,13 @@ from torch.utils import _pytree as pytree
 from distmp.errors import ConfigError, did_you_mean
 from distmp.precision.policy import SIXTEEN_BIT
 from distmp.utils.tensor_trees import map_tensors
+
+# Functions whose result has the dtype of their first argument, whatever that of others such as
+# weights, masks and grids; with others, torch promotes to FP32.
+_UNPROMOTED = re.compile(
+    r".*(_norm|attention|attention_forward)|prelu|grid_sample|lerp|index_add|masked_scatter|"
+    r"embedding_bag|cross_entropy|nll_loss|type_as"
+)
 
 
 class Fp32Functions(TorchFunctionMode):
@@ -42,14 +50,14 @@ class Fp32Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "").removeprefix("special_")
         if name not in self._names:
             return func(*args, **kwargs)
+        promotes = _UNPROMOTED.fullmatch(name) is None
         dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
         copies: list[Tensor] = []
 
         def in_fp32(tensor: Tensor) -> Tensor:
             is_narrow = tensor.dtype in SIXTEEN_BIT
-            # torch promotes to FP32, except for FP32 weights of normalization and attention masks.
             is_wide = tensor.dtype == torch.float32 and tensor.dim() > 0
-            if is_narrow or (is_wide and not name.endswith(("_norm", "attention"))):
+            if is_narrow or (is_wide and promotes):
                 dtypes.append(tensor.dtype)
             if is_narrow:
                 copies.append(tensor.float())

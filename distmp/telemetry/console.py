@@ -27,8 +27,9 @@ def discard(stream: TextIO) -> None:
     """
     # A stream without a file has nothing to flush at exit.
     with contextlib.suppress(OSError, ValueError):
+        descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
+        os.dup2(null, descriptor)
         os.close(null)
 
 

@@ -62,19 +62,19 @@ class RankLog:
 
         A file that cannot be written is a warning, not an error.
         """
-        if self._early is None:
+        early, self._early = self._early, None
+        if early is None:
             return
         self._restore()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._early.seek(0)
-            with path.open("ab") as file:
-                file.write(self._early.read())
+            with early:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                early.seek(0)
+                with path.open("ab") as file:
+                    file.write(early.read())
         except OSError as error:
             logger.warning("no log of this rank: %s cannot be written (%s)", path, error.strerror)
             return
-        finally:
-            self._close_early()
         self._redirect(str(path))
 
     def _redirect(self, path: str, *descriptors: int) -> None:
@@ -107,17 +107,13 @@ class RankLog:
                 tee.wait(_END_SECONDS)
         self._tees.clear()
 
-    def _close_early(self) -> None:
-        if self._early is not None:
-            self._early.close()
-        self._early = None
-
     def __enter__(self) -> RankLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._restore()
-        self._close_early()
+        if self._early is not None:
+            self._early.close()
         for before in self._streams.values():
             os.close(before)
         self._streams.clear()

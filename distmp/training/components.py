@@ -299,7 +299,7 @@ def stored_progress(checkpoint: StoredCheckpoint) -> Progress:
     Raises:
         CheckpointError: If its numbers are not those of a run.
     """
-    numbers = checkpoint.numbers
+    numbers = checkpoint.state.numbers
     try:
         for name in ("configuration", "data", "ranks", "versions", "callbacks"):
             if not isinstance(numbers.get(name, {}), dict):

@@ -115,7 +115,7 @@ class _Builder:
             )
         changes = Changes()
         if checkpoint is not None:
-            changes = changes_since(checkpoint.numbers, fingerprint)
+            changes = changes_since(checkpoint.state.numbers, fingerprint)
             if not config.resume_force:
                 ranks.all_or_none(lambda: changes.refuse(str(checkpoint)))
         run = Run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.config import RunConfig, parse_callbacks
+from distmp.config import RunConfig
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
@@ -25,6 +25,7 @@ from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
 from distmp.training.run import build_run
 from distmp.utils.generators import seed_generators
+from distmp.utils.imports import parse_entries
 
 MAX_ROLLBACKS = 5
 
@@ -37,7 +38,7 @@ def checkpoint_before(directory: Path, step: int) -> StoredCheckpoint:
 
     Args:
         directory: Holds the checkpoints of the run.
-        step: The step that is out of bounds.
+        step: The step that is out of bounds, or that after the last checkpoint of the run.
 
     Raises:
         TrainingError: On every rank, if there is none.
@@ -47,7 +48,7 @@ def checkpoint_before(directory: Path, step: int) -> StoredCheckpoint:
         raise TrainingError(
             f"{directory} has no healthy checkpoint before step {step} to roll back to"
         )
-    numbers = latest.numbers
+    numbers = latest.state.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest
     return recovery.usable(directory, before=numbers["step"]).checkpoint or latest
@@ -82,7 +83,7 @@ class Trainer(TrainingLoop):
     ) -> None:
         if restarts is None:
             restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
-        entries = parse_callbacks(config.callbacks)
+        entries = parse_entries("callbacks", config.callbacks)
         configured = world.ranks.all_or_none(lambda: load_callbacks(entries))
         self._users_callbacks = [*configured, *callbacks]
         world.ranks.all_or_none(lambda: check_hooks(self._users_callbacks))

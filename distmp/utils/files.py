@@ -54,13 +54,11 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
 
 
 def check_directory_name(setting: str, directory: str | os.PathLike[str]) -> None:
-    """Refuse a directory for checkpoints or weights that has no name, or that of a file.
+    """Refuse a directory for checkpoints or weights whose name ends like that of a file.
 
     Raises:
-        ConfigError: If it ends with `.pt`, `.safetensors` or similar, or is "." or "/".
+        ConfigError: If it ends with `.pt`, `.safetensors` or similar.
     """
-    named = Path(directory).name not in ("", "..")
-    require(named, setting, str(directory), "has no name of its own; name a new directory")
     suffix = Path(directory).suffix
     problem = f"names a directory, not a file; use a name without {suffix!r}"
     require(suffix.lower() not in _OF_FILES, setting, str(directory), problem)

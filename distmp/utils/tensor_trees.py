@@ -56,7 +56,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         mapped = copy.copy(tree)
         mapped.data = map_tensors(function, tree.data)
         return mapped
-    return pytree.tree_map_only(Tensor, function, tree)
+    return pytree.tree_map_only((Tensor, UserDict), lambda leaf: map_tensors(function, leaf), tree)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

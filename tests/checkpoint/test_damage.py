@@ -242,7 +242,7 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
         return f"is found out too late: {error}", reports
     if not same_bits(tensors, values(step)):
         return "loads wrong values", reports
-    if checkpoint.numbers != {"step": step, "samples": 8 * step}:
+    if checkpoint.state.numbers != {"step": step, "samples": 8 * step}:
         return "loads wrong numbers", reports
     if path.name == NEW:
         return "loads right", reports

@@ -102,4 +102,4 @@ def test_checksum_covers_numbers(tmp_path: Path) -> None:
     text = (path / STATE_FILE).read_text()
     (path / STATE_FILE).write_text(text.replace('"samples": 8', '"samples": 9'))
     with pytest.raises(CheckpointError, match="its content does not match its checksum"):
-        _ = StoredCheckpoint(path).numbers
+        _ = StoredCheckpoint(path).state.numbers

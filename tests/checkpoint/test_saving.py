@@ -75,7 +75,7 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
     assert StoredCheckpoint(path).load(found) == []
     assert_all_equal(found, plain_tensors())
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
-    assert StoredCheckpoint(path).numbers == NUMBERS
+    assert StoredCheckpoint(path).state.numbers == NUMBERS
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -120,7 +120,7 @@ def test_round_trip(tmp_path: Path) -> None:
     found = zeros(tensors)
     StoredCheckpoint(path).load(found)
     assert_all_equal(found, plain_tensors())
-    assert StoredCheckpoint(path).numbers == {"rank": 0}
+    assert StoredCheckpoint(path).state.numbers == {"rank": 0}
 
 
 PLACEMENTS = (Shard(0), Replicate())

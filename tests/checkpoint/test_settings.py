@@ -24,12 +24,6 @@ def test_smallest_usable_values_are_accepted() -> None:
     CheckpointConfig(every=0, keep=1, keep_every=0)
 
 
-def test_retention_follows_settings() -> None:
-    assert CheckpointConfig().retention == Retention(last=2, every=0)
-    config = CheckpointConfig(every=100, keep=3, keep_every=1000)
-    assert config.retention == Retention(last=3, every=1000)
-
-
 def staying(retention: Retention, steps: list[int]) -> list[int]:
     """Save at each of the steps and return the remaining checkpoints."""
     left: list[int] = []

@@ -160,7 +160,7 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
             assert StoredCheckpoint(path).load(state) == []
             engine.load_state_dict(state)
             assert_same(name, snapshot(engine), alone[step])
-            assert StoredCheckpoint(path).numbers == {"step": step}
+            assert StoredCheckpoint(path).state.numbers == {"step": step}
 
 
 @pytest.mark.gpu
@@ -230,13 +230,13 @@ def test_saved_step_is_not_saved_again(tmp_path: Path) -> None:
         writing.save(3, {"a": torch.ones(1)}, {"first": True})
         writing.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
         assert writing.saved_step == 3
-        assert StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
+        assert StoredCheckpoint(tmp_path / "step-000003").state.numbers == {"first": True}
         # The run has gone back, and reaches step 3 with another state.
         writing.resumed(1, saved=True)
         writing.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
-        assert StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
+        assert StoredCheckpoint(tmp_path / "step-000003").state.numbers == {"first": False}
         aside = StoredCheckpoint(tmp_path / "step-000003.abandoned")
-        assert aside.numbers == {"first": True}
+        assert aside.state.numbers == {"first": True}
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])

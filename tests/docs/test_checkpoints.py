@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.figures import ROOT
-from distmp.checkpoint import recovery, saving, settings
+from distmp.checkpoint import recovery, saving
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig, load
 from distmp.export.files import MAX_SHARD_SIZE
@@ -48,7 +48,7 @@ def test_checkpoint_contents_agree_with_page(tmp_path: Path) -> None:
     assert files == {name for name in described if not name.endswith("...")} - {"__1_0.distcp"}
     tensors = {f"{name.partition('/')[0]}/..." for name in StoredCheckpoint(path).tensors}
     assert tensors == {name for name in described if name.endswith("...")}
-    assert {"step", "samples"} <= StoredCheckpoint(path).numbers.keys()
+    assert {"step", "samples"} <= StoredCheckpoint(path).state.numbers.keys()
 
 
 def test_retention_example_agrees_with_page() -> None:
@@ -58,7 +58,7 @@ def test_retention_example_agrees_with_page() -> None:
         RunConfig,
         {"checkpoint": {"every": 100} | {k: yaml.safe_load(v) for k, v in values.items()}},
     )
-    assert config.checkpoint.retention == settings.Retention(2, 1000)
+    assert (config.checkpoint.keep, config.checkpoint.keep_every) == (2, 1000)
 
 
 def test_damage_message_agrees_with_page(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ REFUSED = {
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "named like a file": (["run", "--to", "model.safetensors"], "names a directory, not a file"),
     "no directory": (["run"], "--to"),
-    "here": (["../run", "--to", "."], "--to = '.': has no name of its own"),
+    "here": (["../run", "--to", "."], "--to = '.': exists already"),
     "no average": (["run", "--to", "new", "--ema"], "contains no average of the weights"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
@@ -286,3 +286,10 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
     for dtype in ("fp32", "fp16"):
         assert export(path, tmp_path / dtype, dtype).path == path
         assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()
+
+
+def test_current_directory_is_not_replaced(cwd: Path) -> None:
+    engine = make_engine(strategy="single")
+    with pytest.raises(CheckpointError, match=r"cannot write \.: it has no name of its own"):
+        engine.export(".")
+    assert cwd.is_dir()

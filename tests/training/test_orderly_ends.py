@@ -254,7 +254,7 @@ def assert_stopped_once(directory: Path, output: str) -> None:
     assert (directory / "signals").read_text() == "sent ", output
     checkpoint = listing.latest(directory / "run" / "checkpoints")
     assert checkpoint is not None
-    step = StoredCheckpoint(checkpoint).numbers["step"]
+    step = StoredCheckpoint(checkpoint).state.numbers["step"]
     assert 4 <= step < 10
     assert f"stopped after step {step} (" in output
     assert not (directory / "run-2").exists()

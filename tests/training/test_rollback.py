@@ -111,7 +111,7 @@ def test_rollback_agrees_with_run_without_the_window(tmp_path: Path) -> None:
             "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
         assert {record.divergence is None for record in logged if record.step != 7} == {True}
-        numbers = StoredCheckpoint(directory / "run" / "checkpoints" / "step-000014").numbers
+        numbers = StoredCheckpoint(directory / "run" / "checkpoints" / "step-000014").state.numbers
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
@@ -143,7 +143,7 @@ def test_average_started_after_rollback_is_saved(tmp_path: Path) -> None:
     resumed = trainer(tmp_path, *ROLLBACK, "--ema.decay=0.8", "--resume=auto", poisoned=poisoned)
     die_after_the_rollback(resumed)
     checkpoint = StoredCheckpoint(tmp_path / "run" / "checkpoints" / "step-000006")
-    assert checkpoint.numbers["rollbacks"] == 1
+    assert checkpoint.state.numbers["rollbacks"] == 1
     names = ("model/0.weight", "callbacks/Ema/0.weight")
     weights, average = stored = [torch.empty(8, 6) for _ in names]
     checkpoint.load(dict(zip(names, stored, strict=True)))

@@ -463,7 +463,7 @@ def test_ctrl_c_ends_all_ranks_with_checkpoint(launcher: str, tmp_path: Path) ->
     last = read_records(records)[-1].step
     checkpoint = listing.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    assert StoredCheckpoint(checkpoint).numbers["step"] == last
+    assert StoredCheckpoint(checkpoint).state.numbers["step"] == last
     assert f"stopped after step {last}" in output
     if launcher == "torchrun":
         # torchrun reports the signal with a traceback; the ranks print none.

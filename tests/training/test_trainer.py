@@ -89,7 +89,7 @@ def saved_steps(run_directory: Path) -> list[int]:
     for path in sorted((run_directory / "checkpoints").glob("step-*")):
         found = {"engine/counts": torch.zeros(3, dtype=torch.int64)}
         StoredCheckpoint(path).load(found)
-        steps.append(StoredCheckpoint(path).numbers["step"])
+        steps.append(StoredCheckpoint(path).state.numbers["step"])
         assert found["engine/counts"][0] == steps[-1]
     return steps
 
@@ -297,7 +297,7 @@ def saved(tmp_path: Path, *arguments: str) -> list[int]:
     """Train 6 steps; return the steps of the checkpoints."""
     assert main(tiny(tmp_path, "--steps=6", "--checkpoint.keep=99", *arguments)) == 0
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    return [StoredCheckpoint(path).numbers["step"] for path in paths]
+    return [StoredCheckpoint(path).state.numbers["step"] for path in paths]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -218,11 +218,9 @@ def _restored_settings() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     logger.setLevel(logging.ERROR)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        logger.setLevel(level)
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+    with ExitStack() as restored, torch.random.fork_rng(devices=[]):
+        restored.callback(logger.setLevel, level)
+        restored.callback(torch.set_num_threads, threads)
+        restored.callback(torch.use_deterministic_algorithms, deterministic)
+        restored.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
+        yield

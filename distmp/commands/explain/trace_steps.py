@@ -85,9 +85,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: list[Collective] = []
-        self.microbatch = 0
-        self.updated = False
+        self.start()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         collective = started(func, args)
@@ -99,7 +97,8 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def start(self) -> None:
         """Start recording a new step."""
-        self.collectives, self.microbatch, self.updated = [], -1, False
+        self.collectives: list[Collective] = []
+        self.microbatch, self.updated = -1, False
 
 
 def started(func: Any, args: Any) -> Collective | None:
@@ -239,10 +238,9 @@ def trace_steps(
         ConfigError: If the run itself would raise it.
     """
     with LiveBytes() as memory, CollectiveRecorder() as recorder:
-        tracker = _PhaseTracker(memory, recorder, parts.loss)
         engine = build_engine(
             config.with_fixed_formats(),
-            parts._replace(loss=tracker.loss),
+            parts._replace(loss=lambda module, batch: tracker.loss(module, batch)),  # built below
             world,
             policy=policy,
             first_step_checks=False,
@@ -250,10 +248,9 @@ def trace_steps(
         start_peak = sum(memory.peak.values())
         average = _average(engine) if config.ema.decay > 0 else []
         memory.label(average, memory_parts.AVERAGE)
-        tracker.engine = engine
         low_precision = engine.low_precision_matmuls.layers
         dtypes = DtypeRecorder(engine.model, low_precision)
-        tracker.accumulated = dtypes.observed.accumulated
+        tracker = _PhaseTracker(engine, memory, recorder, parts.loss, dtypes.observed.accumulated)
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
         with closing(training_batches(config, parts, world, Progress())) as batches:
@@ -295,49 +292,50 @@ def _average(engine: Engine) -> list[Tensor]:
     return [torch.empty_like(tensor, dtype=torch.float32) for tensor in updated]
 
 
+@dataclass(eq=False)
 class _PhaseTracker:
-    """Updates the phase of the memory tracker and of the recorder during a step."""
+    """Updates the phase of the memory tracker and of the recorder during a step.
 
-    def __init__(self, memory: LiveBytes, recorder: CollectiveRecorder, loss: Any) -> None:
-        self.engine: Engine | None = None
-        self.microbatch = 0
-        # Dtypes of the buffers in which gradients are summed.
-        self.accumulated: set[torch.dtype] = set()
-        self._memory = memory
-        self._recorder = recorder
-        self._loss = loss
+    Attributes:
+        accumulated: Dtypes of the buffers in which gradients are summed.
+    """
+
+    engine: Engine
+    memory: LiveBytes
+    recorder: CollectiveRecorder
+    loss_of_run: Any
+    accumulated: set[torch.dtype]
+    microbatch: int = 0
 
     def loss(self, module: nn.Module, batch: Any) -> Any:
         """Compute the loss: tensors of forward are activations, backward follows."""
-        self._recorder.microbatch = self.microbatch
+        self.recorder.microbatch = self.microbatch
         self.microbatch += 1
         # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
         self.accumulated.update(tensor.dtype for tensor in self._label_gradients())
-        self._memory.phase = memory_parts.ACTIVATIONS
+        self.memory.phase = memory_parts.ACTIVATIONS
         try:
-            return self._loss(module, batch)
+            return self.loss_of_run(module, batch)
         finally:
-            self._memory.phase = memory_parts.BACKWARD
+            self.memory.phase = memory_parts.BACKWARD
 
     def before_update(self, *_: Any) -> None:
         """Enter the phase of the optimizer's step."""
         self._label_gradients()
-        self._memory.phase = memory_parts.OPTIMIZER
+        self.memory.phase = memory_parts.OPTIMIZER
 
     def after_update(self, *_: Any) -> None:
         """Leave the phase of the optimizer's step."""
-        self._recorder.updated = True
-        self._memory.phase = memory_parts.REST
+        self.recorder.updated = True
+        self.memory.phase = memory_parts.REST
 
     def label(self) -> None:
         """Label the tensors that persist between steps."""
-        assert self.engine is not None
         for use, tensors in self.engine.tensors_by_use().items():
-            self._memory.label(tensors, use)
+            self.memory.label(tensors, use)
 
     def _label_gradients(self) -> list[Tensor]:
-        assert self.engine is not None
         tensors = self.engine.tensors_by_use()
         for use in (memory_parts.PARTIAL_SUMS, memory_parts.GRADIENTS):
-            self._memory.label(tensors[use], use)
+            self.memory.label(tensors[use], use)
         return tensors[memory_parts.GRADIENTS]

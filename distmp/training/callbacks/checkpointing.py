@@ -57,7 +57,7 @@ class Checkpointing(Callback):
         self.writer.guard(run.engine.optimizer)
         if run.checkpoint is not None:
             # After a dangerous change, a rollback goes back to what this run has saved.
-            same_run = not changes_since(run.checkpoint.numbers, run.fingerprint).dangerous
+            same_run = not changes_since(run.checkpoint.state.numbers, run.fingerprint).dangerous
             saved = same_run and run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
         # The step after which this process started.
@@ -293,7 +293,7 @@ class CallbackStates:
                 shape in it.
         """
         live = {name: state for name, state in self._states().items() if state}
-        values: dict[str, State] = checkpoint.numbers.get(NUMBERS, {})
+        values: dict[str, State] = checkpoint.state.numbers.get(NUMBERS, {})
         tensors: dict[str, State] = {}
         for full, spec in checkpoint.tensors.items():
             if full.startswith(PREFIX):

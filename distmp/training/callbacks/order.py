@@ -48,9 +48,10 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
 
 
 def _early_stopping(run: Run, checkpointing: Checkpointing) -> list[Callback]:
+    if not run.config.early_stopping.patience:
+        return []
     held_out = length_of(run.model_and_data.datasets.validation)
-    stopping = EarlyStopping(run.config, checkpointing, held_out)
-    return [stopping] if run.config.early_stopping.patience else []
+    return [EarlyStopping(run.config, checkpointing, held_out)]
 
 
 def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:

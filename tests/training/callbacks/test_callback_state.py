@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.config import load, parse_callbacks
+from distmp.config import load
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import ConfigError, SetupError
@@ -24,6 +24,7 @@ from distmp.training.callbacks import Callback, PendingStep, StepResult, Trainin
 from distmp.training.callbacks.order import load_callbacks
 from distmp.training.trainer import Trainer
 from distmp.utils.dtypes import local_values
+from distmp.utils.imports import parse_entries
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, gathered, snapshot
 from tests.toys import finished, printed, trainer_of
@@ -251,7 +252,7 @@ def test_invalid_callback_state_does_not_prevent_checkpoint(tmp_path: Path) -> N
     found = [line for line in lines if "is not saved" in line]
     assert found
     assert found[0].startswith("state_dict() of callback Later is not saved: {'value': (1, 2)} ")
-    numbers = StoredCheckpoint(run.directory.checkpoints / "step-000008").numbers
+    numbers = StoredCheckpoint(run.directory.checkpoints / "step-000008").state.numbers
     assert [*numbers["callbacks"]] == ["EarlyStopping"]
 
 
@@ -337,7 +338,7 @@ OPTIONS = f"{{name: {__name__}:History, options: {{factor: 3.0}}}}"
 
 def test_callbacks_are_built_from_command_line() -> None:
     config = load(["--callbacks", f"{__name__}:Other", OPTIONS])
-    other, history = load_callbacks(parse_callbacks(config.callbacks))
+    other, history = load_callbacks(parse_entries("callbacks", config.callbacks))
     assert isinstance(other, Other)
     assert isinstance(history, History)
     assert history.factor == 3.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from distmp.config import load, parse_callbacks
+from distmp.config import load
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.engine.setup import EngineSetup
@@ -17,6 +17,7 @@ from distmp.train import main
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult, TrainingLoop
 from distmp.training.callbacks.order import load_callbacks
 from distmp.training.trainer import Trainer
+from distmp.utils.imports import parse_entries
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
 from tests.ranks import ranks
@@ -252,7 +253,7 @@ def nothing() -> None:
 )
 def test_path_without_callback_is_one_message(path: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_callbacks(parse_callbacks([f"{__name__}:recorder", path]))
+        load_callbacks(parse_entries("callbacks", [f"{__name__}:recorder", path]))
     assert str(caught.value) == f"callbacks = {path!r}: {problem}"
 
 
