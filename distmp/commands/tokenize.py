@@ -113,7 +113,9 @@ def load_encoder(tokenizer: str) -> Encoder:
         ConfigError: If the directory holds no tokenizer, or it has no end-of-sequence token.
     """
     if tokenizer == BYTES:
-        return Encoder(described(BYTES, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE))
+        return Encoder(
+            tokenizer_metadata(BYTES, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
+        )
     directory = Path(tokenizer).expanduser()
     problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
     require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
@@ -131,11 +133,11 @@ def load_encoder(tokenizer: str) -> Encoder:
     size = max(loaded.get_vocab().values()) + 1
     digest = hashlib.sha256(loaded.backend_tokenizer.to_str().encode()).hexdigest()
     loaded.split_special_tokens = True
-    metadata = described(directory.resolve().name, size, loaded.eos_token_id, digest)
+    metadata = tokenizer_metadata(directory.resolve().name, size, loaded.eos_token_id, digest)
     return Encoder(metadata, loaded, directory)
 
 
-def described(name: str, size: int, end: int, sha256: str | None = None) -> TokenMetadata:
+def tokenizer_metadata(name: str, size: int, end: int, sha256: str | None = None) -> TokenMetadata:
     """Return the metadata of a tokenizer, without files; ids have the smallest type."""
     return TokenMetadata("uint16" if size <= 2**16 else "uint32", size, {}, end, name, sha256)
 

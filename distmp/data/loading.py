@@ -304,8 +304,7 @@ class SeededMicrobatches:
             return [self.sample(position, index) for position, index in places]
         self._seed_generators(places[0][0])
         indices = [index for _, index in places]
-        with self._explained(f"samples {listed([*map(str, indices)])}"):
-            samples: list[Any] = self.dataset.__getitems__(indices)
+        samples: list[Any] = self._read(lambda: self.dataset.__getitems__(indices), indices)
         return samples
 
     def sample(self, position: int, index: int) -> Any:
@@ -315,20 +314,19 @@ class SeededMicrobatches:
             DataError: If the dataset fails.
         """
         self._seed_generators(position)
-        with self._explained(f"sample {index}"):
-            return self.dataset[index]
+        return self._read(lambda: self.dataset[index], [index])
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _read(self, read: Callable[[], Any], indices: Sequence[int]) -> Any:
         try:
-            yield
+            return read()
         except DistmpError:
             raise
-        except Exception as error:  # noqa: BLE001  (raised as another one)
+        except Exception as error:
+            samples = f"sample{'s' * (len(indices) > 1)} {listed([*map(str, indices)])}"
             raise DataError(
-                f"{what} of the dataset {type(self.dataset).__qualname__} cannot be read: "
+                f"{samples} of the dataset {type(self.dataset).__qualname__} cannot be read: "
                 f"{describe(error)} ({_place(error)})"
-            ) from (None if isinstance(error, StopIteration) else error)  # contextlib's own case
+            ) from error
 
     def _seed_generators(self, position: int) -> None:
         if self._draws:

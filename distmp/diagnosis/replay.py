@@ -162,9 +162,7 @@ class Probe:
             for local_name, parameter in module.named_parameters(recurse=False):
                 # The parameter may have been written to since the beginning of forward.
                 if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
-                    self._check_finite(
-                        parameter_name(f"{name}.{local_name}".lstrip(".")), parameter
-                    )
+                    self._check_finite(f"{name}.{local_name}".lstrip("."), parameter)
 
 
 def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:

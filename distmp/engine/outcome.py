@@ -164,7 +164,7 @@ def advice(numbers: StepNumbers) -> str:
             "divergence if such steps are normal in this run"
         )
     scales = numbers.loss_scale != 1 or numbers.scale_exhausted
-    remedy = "use a bf16 policy or a lower min_scale" if scales else "check batch and loss function"
+    remedy = "use a bf16 policy or a lower min_scale" if scales else "check the batch and the loss"
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss was rising, "
         f"lower the learning rate; otherwise {remedy}"

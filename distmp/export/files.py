@@ -201,7 +201,9 @@ def _check_replaceable(directory: Path) -> None:
         CheckpointError: If the directory holds other files, such as checkpoints, or is a file.
     """
     if directory.name in ("", ".."):
-        raise CheckpointError(f"cannot write {directory}: it has no name of its own; name one")
+        raise CheckpointError(
+            f"cannot write {directory}: it has no name of its own; name another directory"
+        )
     if not directory.exists():
         return
     names = [directory.name]

@@ -102,8 +102,8 @@ def _check_padding(mask: Tensor) -> None:
         raise ConfigError("attention_mask", mask[~is_right][0].tolist(), _RIGHT)
 
 
-# Where classes are that pass the arguments and the output of a model on: DDP, compiled modules,
-# FSDP1, activation checkpointing, and those of libraries.
+# Python modules of wrappers that change neither the arguments nor the output of a model: DDP,
+# compiled modules, FSDP1, activation checkpointing, and those of libraries.
 _WRAPPERS = (
     "torch.nn.parallel.",
     "torch._dynamo.",
@@ -192,14 +192,17 @@ def takes_targets(model: nn.Module) -> bool:
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments that the forward of a model takes, perhaps wrapped."""
+    """Return the names of the arguments that the forward of a model takes, perhaps wrapped.
+
+    A forward that takes any keywords (`**kwargs`) takes "position_ids", too.
+    """
     names: frozenset[str] = frozenset()
     for module in _in_wrappers(model):
         own, passes_more = _arguments(type(module).forward)
         names |= own
         if not passes_more:
             return names
-    return names | {"position_ids"}  # the last one takes any others
+    return names | {"position_ids"}
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:

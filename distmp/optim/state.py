@@ -218,10 +218,9 @@ def create_state(
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     step = inspect.unwrap(type(optimizer).step)
-    is_own = step.__module__.startswith(("torch.optim", "distmp.optim"))
-    # Or it may call super().step().
-    is_own |= "__class__" in step.__code__.co_freevars
-    is_subclass = is_own and isinstance(optimizer, _KERNELS)
+    inherits_step = step.__module__.startswith(("torch.optim", "distmp.optim"))
+    calls_super = "__class__" in step.__code__.co_freevars
+    runs_kernel = isinstance(optimizer, _KERNELS) and (inherits_step or calls_super)
     left_out: dict[str, None] = {}
     keys = _keys(stored)
     if is_of_torch:
@@ -242,7 +241,7 @@ def create_state(
             continue
         state.pop(key.removesuffix(_NUMBER), None)
         is_count = not shape and (key in _COUNTS or key.endswith(_NUMBER))
-        uses_dtype = is_of_torch or (is_subclass and key in _MOMENTS)
+        uses_dtype = is_of_torch or (runs_kernel and key in _MOMENTS)
         if dtype.is_floating_point and uses_dtype and not is_count:
             dtype = parameter.dtype
         full = parameter.shape if shapes is None else shapes[name]

@@ -138,18 +138,17 @@ def _check_all_reduced(module: nn.Module) -> None:
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
-    problem = (
-        f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by which "
-        "it divides the sum over ranks"
-    )
-    require(not unknown, "divisor", None, problem)
+    if unknown:
+        problem = "reduces gradients in its own way; pass the number by which it divides the sum"
+        raise ConfigError("divisor", None, f"{', '.join(sorted(unknown))} {problem} over ranks")
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
-    numbers = listed([f"{number:g}" for number in sorted(divisors)])
-    problem = (
-        f"parts of the module divide gradients by different numbers, {numbers}; call "
-        "set_gradient_divide_factor() with the same number on each of them, and pass it"
-    )
-    require(len(divisors) <= 1, "divisor", None, problem)
+    if len(divisors) > 1:
+        numbers = listed([f"{number:g}" for number in sorted(divisors)])
+        problem = (
+            f"parts of the module divide gradients by different numbers, {numbers}; call "
+            "set_gradient_divide_factor() with the same number on each of them, and pass it"
+        )
+        raise ConfigError("divisor", None, problem)
     return divisors.pop() if divisors else 1.0
 
 

@@ -55,13 +55,13 @@ class Fp32Functions(TorchFunctionMode):
         copies: list[Tensor] = []
 
         def in_fp32(tensor: Tensor) -> Tensor:
-            is_narrow = tensor.dtype in SIXTEEN_BIT
-            is_wide = tensor.dtype == torch.float32 and tensor.dim() > 0
-            if is_narrow or (is_wide and promotes):
+            is_16_bit = tensor.dtype in SIXTEEN_BIT
+            is_fp32 = tensor.dtype == torch.float32 and tensor.dim() > 0
+            if is_16_bit or (is_fp32 and promotes):
                 dtypes.append(tensor.dtype)
-            if is_narrow:
+            if is_16_bit:
                 copies.append(tensor.float())
-            return copies[-1] if is_narrow else tensor
+            return copies[-1] if is_16_bit else tensor
 
         result = func(*map_tensors(in_fp32, args), **map_tensors(in_fp32, kwargs))
         if not copies:

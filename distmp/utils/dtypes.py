@@ -37,5 +37,5 @@ _SENT_AS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 def as_sent(tensor: Tensor) -> Tensor:
     """Return a view that gloo can broadcast: it lacks 8-bit floats and some integer types."""
-    wide = tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex())
-    return tensor if wide else tensor.view(_SENT_AS[tensor.itemsize])
+    known = tensor.itemsize > 1 and (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if known else tensor.view(_SENT_AS[tensor.itemsize])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distmp import cli
-from distmp.commands.tokenize import described, load_encoder
+from distmp.commands.tokenize import load_encoder, tokenizer_metadata
 from distmp.config import load
 from distmp.data.datasets import build_datasets
 from distmp.data.settings import DataConfig
@@ -246,4 +246,4 @@ def test_text_containing_end_of_text_is_refused(tokenizer: Path) -> None:
 
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_token_dtype_follows_vocabulary_size(size: int, dtype: str) -> None:
-    assert described("x", size, 0).dtype == dtype
+    assert tokenizer_metadata("x", size, 0).dtype == dtype

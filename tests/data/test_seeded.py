@@ -93,6 +93,13 @@ class Failing(AugmentedMicrobatch):
         raise ValueError("corrupt")
 
 
+class Ending(Augmented):
+    def __getitem__(self, index: int) -> Tensor:
+        raise StopIteration
+
+
 def test_failing_microbatch_names_its_samples() -> None:
     with pytest.raises(DataError, match=r"^samples 3, 7 of the dataset Failing cannot .*: corrupt"):
         SeededMicrobatches(Failing(), 0, list).__getitems__([(0, 3), (1, 7)])
+    with pytest.raises(DataError, match=r"^sample 3 of the dataset Ending cannot .*StopIteration"):
+        SeededMicrobatches(Ending(), 0, list).__getitems__([(0, 3), (1, 7)])
