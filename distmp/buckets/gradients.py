@@ -109,6 +109,7 @@ class _Slot:
     Attributes:
         name: Name of the parameter in the model.
         parameter: The parameter that backward computes gradients of.
+        strides: Its strides, those of its view of the bucket.
         bucket: Index of the bucket.
         index: Index of the parameter in `FlatGradients.views`.
         target: The tensor that the optimizer updates: the parameter, its FP32 master weight, or
@@ -123,6 +124,7 @@ class _Slot:
 
     name: str
     parameter: nn.Parameter
+    strides: tuple[int, ...]
     bucket: int
     index: int
     target: Tensor
@@ -300,6 +302,8 @@ class Fp32GradBuckets:
     def begin_step(self) -> None:
         """Start from zero; the gradients of an unfinished step are discarded.
 
+        A parameter that got another memory format, such as channels_last, gets its former one.
+
         Raises:
             TrainingError: If only `finish` is missing from the previous step.
         """
@@ -314,6 +318,10 @@ class Fp32GradBuckets:
         for slot in self._slots:
             slot.has_gradient = False
             slot.parameter.grad = slot.target.grad = None
+            if slot.target is slot.parameter and slot.parameter.stride() != slot.strides:
+                # torch's fused optimizers on CPU need the strides of the gradient.
+                restored = slot.parameter.new_empty_strided(slot.parameter.shape, slot.strides)
+                slot.parameter.data = restored.copy_(slot.parameter.data)
             if len(slot.parameter._post_accumulate_grad_hooks) > 1:
                 _run_last(slot)
         if self._starting_at_zero:
@@ -500,7 +508,8 @@ class Fp32GradBuckets:
                 # On a GPU, one launch copies many gradients, and each addition is a launch.
                 small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
                 added = small and self._sums is None
-                slot = _Slot(name, parameter, bucket, next(index), parameter, starts_at_zero=added)
+                places = bucket, next(index)
+                slot = _Slot(name, parameter, parameter.stride(), *places, parameter, added)
                 hook = _hook(weakref.ref(self), weakref.ref(slot))
                 slot.hook_id = parameter.register_post_accumulate_grad_hook(hook).id
                 yield slot

@@ -280,22 +280,20 @@ class PureParameters(OptimizerParameters):
 
     def __init__(self, buckets: Fp32GradBuckets) -> None:
         super().__init__()
-        self._rounded: list[tuple[nn.Parameter, Tensor]] = []
         for layout in buckets.layouts:
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 self.named[name] = parameter
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
-                    self._rounded.append((parameter, self.named[name]))
                     self._hold(name, parameter)
 
     def round_gradients(self) -> None:
         """Round the gradients in the buckets to the dtype of the weights, for the optimizer."""
-        for parameter, weight in self._rounded:
-            gradient = parameter.grad
+        for name, parameter in self._held.items():
+            gradient, weight = parameter.grad, self.named[name]
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
 
     def publish_weights(self) -> None:
         """Free the rounded gradients; the optimizer has updated the parameters themselves."""
-        for _, weight in self._rounded:
-            weight.grad = None
+        for name in self._held:
+            self.named[name].grad = None

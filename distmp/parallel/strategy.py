@@ -341,9 +341,10 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
     if world.group is None:
         return
     for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_meta:
-            continue
-        dist.broadcast(as_sent(tensor.detach()), src=0, group=world.group)
+        if not tensor.is_meta:
+            sent = tensor.contiguous()  # a broadcast ignores strides
+            dist.broadcast(as_sent(sent.detach()), src=0, group=world.group)
+            tensor.copy_(sent)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

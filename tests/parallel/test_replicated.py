@@ -28,6 +28,21 @@ def test_ranks_start_with_the_weights_of_rank_0() -> None:
     assert model[1].running_mean.tolist() == [0] * 5
 
 
+@ranks(2)
+def test_ranks_start_with_values_of_rank_0_in_any_memory_format() -> None:
+    import torch.distributed as dist
+
+    model = nn.Conv2d(3, 2, 2).requires_grad_(False).to(memory_format=torch.channels_last)
+    model.weight.fill_(dist.get_rank())
+    strided = torch.full((3, 4), float(dist.get_rank()))[:, ::2]
+    model.register_buffer("part", strided)
+    model.register_parameter("frozen", nn.Parameter(strided.clone().t(), requires_grad=False))
+    model.add_module("trained", nn.Linear(2, 1))
+    make_engine(model=model, strategy="ddp")
+    assert not any(value.any() for value in (model.weight, model.part, model.frozen))
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
 # Parameters
 
 
@@ -46,6 +61,17 @@ def test_frozen_parameters_are_cast_and_not_updated() -> None:
     ]
     assert trained_names == [name for name, p in model.named_parameters() if p.requires_grad]
     assert "model/first.weight" in engine.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+def test_memory_format_changed_after_construction_is_restored(precision: str) -> None:
+    engine, expected = make_engine(policy=precision), make_engine(policy=precision)
+    for step in range(2):
+        weight = engine.module.first.weight
+        weight.data = weight.data.t().contiguous().t()
+        for each in (engine, expected):
+            train(each, 1, ONE_RANK, first=step)
+    assert_same_bits(weights(engine), weights(expected))
 
 
 def test_low_precision_parameters_are_converted_to_fp32_exactly() -> None:
