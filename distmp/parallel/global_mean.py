@@ -63,8 +63,8 @@ def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
     """Yield how the wrappers in a module reduce the gradients of its parameters.
 
     Args:
-        module: A module that is wrapped in DDP or FSDP1, to which `fully_shard` or `replicate` was
-            applied, or that contains such modules.
+        module: A module that is wrapped in DDP or FSDP1, to which `fully_shard` or the `replicate`
+            of `replicate_with_fsdp` was applied, or that contains such modules.
 
     Raises:
         ConfigError: For DDP inside of `join()`.
@@ -101,39 +101,44 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
         is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
         for parameter in module.parameters()
     )
-    if group is None and divisor is None and spans_all_ranks:
-        return
     problem = (
         "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
         "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
         "you sum gradients and what you divide the sum by: group=..., divisor=..."
     )
-    raise ConfigError("module", type(module).__name__, problem)
+    known = group is None and divisor is None and spans_all_ranks
+    require(known, "module", type(module).__name__, problem)
 
 
-# Modules all of whose parameters are reduced, because a walk through them takes long.
-_reduced: WeakSet[nn.Module] = WeakSet()
+# The frozen parameters of modules whose other ones are reduced: a walk through them takes long.
+_frozen: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 
 
 def _check_all_reduced(module: nn.Module) -> None:
     """Refuse trainable parameters beside the wrapped parts of a module."""
-    if module in _reduced:
+    frozen = _frozen.get(module)
+    if frozen is not None and not any(parameter.requires_grad for parameter in frozen):
         return
     wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
     for part in module.modules():
         # Without the parameters that the wrapper was told to ignore.
         if isinstance(part, DistributedDataParallel):
-            wrapped |= {*map(id, part._module_parameters), *map(id, part._delay_all_reduce_params)}
+            wrapped.update(map(id, part._delay_all_reduce_params))
+            trainable = sum(parameter.requires_grad for parameter in part._module_parameters)
+            # It does not reduce those that were frozen when it was built.
+            if trainable <= part._get_ddp_logging_data()["num_parameter_tensors"]:
+                wrapped.update(map(id, part._module_parameters))
         elif isinstance(part, FullyShardedDataParallel):
-            wrapped |= {*map(id, fsdp_internals.fsdp1_parameters(part))}
+            wrapped.update(map(id, fsdp_internals.fsdp1_parameters(part)))
     problem = (
-        "no wrapper reduces its gradient, so ranks would update it differently; wrap the whole "
-        "module, or reduce it yourself and pass group=... and divisor=..."
+        "no wrapper reduces its gradient, or DDP was built while some parameters were frozen, so "
+        "ranks would update it differently; wrap the whole module after you unfreeze parameters, "
+        "or reduce it yourself and pass group=... and divisor=..."
     )
     for name, parameter in module.named_parameters():
         reduced = id(parameter) in wrapped or is_dtensor(parameter) or not parameter.requires_grad
         require(reduced, "module", name, problem)
-    _reduced.add(module)
+    _frozen[module] = [each for each in module.parameters() if not each.requires_grad]
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
@@ -209,7 +214,8 @@ def global_mean(
         weight: Number of samples or tokens of this rank in the step, summed over its microbatches;
             0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
-            `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
+            `fully_shard` or the `replicate` of `replicate_with_fsdp` applied, containing such
+            modules, or on a single rank.
         microbatches: Number of microbatches of the step on each rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.

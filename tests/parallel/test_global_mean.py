@@ -495,6 +495,23 @@ def test_parameters_that_a_wrapper_ignores_are_refused() -> None:
     distmp.global_mean(delaying(torch.ones(2, 4)).sum(), 2, delaying)
 
 
+@ranks(2)
+def test_parameters_that_are_unfrozen_after_ddp_was_built_are_refused() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    ddp = DistributedDataParallel(layers)
+    outer = nn.Sequential(ddp, nn.Linear(4, 4).requires_grad_(False))
+    for module in (ddp, outer):
+        distmp.global_mean(module(torch.ones(2, 4)).sum(), 2, module)
+    outer[1].requires_grad_(True)
+    assert "module = '1.weight': no wrapper reduces its gradient" in refused(outer)
+    outer[1].requires_grad_(False)
+    layers.requires_grad_(True)
+    for module in (ddp, outer):
+        assert "or DDP was built while some parameters were frozen" in refused(module)
+    outer[0] = DistributedDataParallel(layers)
+    distmp.global_mean(outer(torch.ones(2, 4)).sum(), 2, outer)
+
+
 def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:
     raise AssertionError("never called")
 
