@@ -249,10 +249,9 @@ def create_state(
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # Step counts: torch keeps them on the host unless a device kernel reads them.
-            on_device = group.get("fused") or group.get("capturable")
-            state[key] = torch.zeros(
-                shape, dtype=dtype, device=parameter.device if on_device else "cpu"
-            )
+            on_device = shape or group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else "cpu"
+            state[key] = torch.zeros(shape, dtype=dtype, device=device)
     return list(left_out)
 
 

@@ -99,6 +99,18 @@ def test_state_names_agree_with_parameters() -> None:
     assert state["a.weight/exp_avg"] is optimizer.state[named["a.weight"]]["exp_avg"]
 
 
+def test_only_counts_are_created_on_the_host() -> None:
+    named = {"w": parameters()["a.weight"]}
+    optimizer = OPTIMIZERS["adafactor"](named.values())
+    take_steps(named, optimizer, 1)
+    stored = kinds(named_state(optimizer, names_of(named)))
+    elsewhere = nn.Parameter(torch.empty(3, 4, device="meta"))
+    fresh = OPTIMIZERS["adafactor"]([elsewhere])
+    create_state(fresh, {id(elsewhere): "w"}, stored)
+    devices = {key: value.device.type for key, value in fresh.state[elsewhere].items()}
+    assert devices == {"step": "cpu", "row_var": "meta", "col_var": "meta"}
+
+
 def test_existing_state_is_kept() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
