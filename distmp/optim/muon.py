@@ -46,6 +46,8 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
+# Attributes of `Muon` that its copies have, too.
+_COPIED = ("_adamw", "_muon_defaults", "_adamw_patterns", "_ns_dtype", "_step_supports_amp_scaling")
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -88,6 +90,13 @@ class Muon(torch.optim.Optimizer):
         2
     """
 
+    # Set by `shard` for its tensors, so a copy of the optimizer starts without them.
+    _shards: Mapping[int, ShardedMatrix] = {}
+    _group: dist.ProcessGroup | None = None
+    _device = torch.device("cpu")
+    # The matrices that have a gradient, and their owners; the same ones on all ranks.
+    _owners: tuple[list[int], Owners] | None = None
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -120,12 +129,10 @@ class Muon(torch.optim.Optimizer):
         self._adamw_patterns = adamw
         self._step_supports_amp_scaling = fused
         self._ns_dtype = NS_DTYPES[ns_dtype]
-        self._shards: Mapping[int, ShardedMatrix] = {}
-        self._group: dist.ProcessGroup | None = None
-        self._device = torch.device("cpu")
-        # The matrices that have a gradient, and their owners; the same ones on all ranks.
-        self._owners: tuple[list[int], Owners] | None = None
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors with their names; Muon updates the hidden matrices, AdamW the rest.

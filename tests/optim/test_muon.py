@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,6 +181,21 @@ def test_embeddings_and_heads_are_not_hidden(name: str) -> None:
 def test_matrices_with_names_resembling_heads_are_hidden(name: str) -> None:
     assert is_hidden(name, torch.zeros(2, 2))
     assert not is_hidden(name, torch.zeros(2, 2, 2))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copy_takes_the_same_steps(copied: Callable[[Muon], Muon]) -> None:
+    optimizer = Muon(layers().named_parameters(), adamw_lr=0.1, ns_dtype="bf16")
+    for step in range(2):
+        other = copied(optimizer)
+        tensors = []
+        for each in (optimizer, other):
+            tensors.append([tensor for group in each.param_groups for tensor in group["params"]])
+            set_gradients([("", tensor) for tensor in tensors[-1]], step)
+            each.step()
+        assert all(torch.equal(own, copy) for own, copy in zip(*tensors, strict=True))
+    other.add_param_group({"params": [("up.weight", torch.zeros(2, 2))]})
+    assert len(other.matrices) == 2
 
 
 def test_skipped_step_changes_no_bit() -> None:
