@@ -145,14 +145,15 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
     Those of a run that continued from an earlier step include a replaced one of the same step.
-    Keeps the latest of those set aside, as many as `retention.last`.
+    Keeps the latest of those set aside, as many as `retention.last`. A checkpoint whose state
+    cannot be read does not count, and is not removed.
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
     try:
         # First, and the latest one last: it stays the newest if this process is killed.
         for entry in reversed(storage.entries_of(directory)):
-            replaced = entry.path.suffix == ".replaced"
+            replaced = storage.is_superseded(entry.path)
             earlier = entry.step > step or (replaced and step > retention.continued_from)
             if entry.finished and earlier:
                 logger.warning(
@@ -165,10 +166,9 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
             elif replaced:
                 storage.remove(entry.path)
         by_step = {e.step: e.path for e in reversed(storage.entries_of(directory)) if e.finished}
-        found = {s: manifest.readable_state(path) for s, path in by_step.items()}
-        states = {s: state for s, state in found.items() if state is not None}
+        states = {s: state for s, p in by_step.items() if (state := manifest.readable_state(p))}
         best = {s: state.best for s, state in states.items() if state.best is not None}
-        for old in retention.surplus(by_step, _possibly_unhealthy(states), best):
+        for old in retention.surplus(states, _possibly_unhealthy(states), best):
             storage.remove(by_step[old])
         for entry in storage.abandoned(directory)[retention.last :]:
             storage.remove(entry.path)

@@ -53,6 +53,11 @@ def is_checkpoint(path: Path) -> bool:
     return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
+def is_superseded(path: Path) -> bool:
+    """Return whether `path` was replaced by another checkpoint, which is complete."""
+    return path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
+
+
 def final_path(directory: Path, step: int) -> Path:
     """Return the path of the checkpoint of `step`."""
     return directory / f"step-{step:06d}"
@@ -98,8 +103,7 @@ def prepare(directory: Path, step: int) -> Path:
     """Remove leftovers of a crash, and return the directory to write to."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob("step-*"):
-        replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
-        if path.suffix in (".writing", ".removing") or replaced:
+        if path.suffix in (".writing", ".removing") or is_superseded(path):
             with contextlib.suppress(OSError):  # NFS keeps files that are open
                 _delete(path)
     writing = final_path(directory, step).with_suffix(".writing")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from distmp.checkpoint import saving
+from distmp.checkpoint import manifest, saving
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.settings import Retention
 from distmp.checkpoint.storage import INDEX_FILE, is_checkpoint, prepare, publish
@@ -24,7 +25,7 @@ REMOVE_TREE = shutil.rmtree
 def write(directory: Path, step: int, content: str = "") -> Path:
     """Write a checkpoint as `saving.save` does, with `content` in place of tensors."""
     writing = prepare(directory, step)
-    (writing / STATE_FILE).write_text(content)
+    (writing / STATE_FILE).write_bytes(manifest.encode(step, {"content": content}, {}))
     (writing / INDEX_FILE).touch()
     (writing / "data").touch()
     return writing
@@ -33,6 +34,10 @@ def write(directory: Path, step: int, content: str = "") -> Path:
 def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
     publish(write(directory, step, content))
     saving.tidy(directory, step, Retention(keep))
+
+
+def content_of(path: Path) -> Any:
+    return manifest.read(path).numbers["content"]
 
 
 def names(directory: Path) -> list[str]:
@@ -101,7 +106,30 @@ def test_save_replaces_checkpoint_of_same_step(tmp_path: Path) -> None:
     save(tmp_path, 1, content="old")
     save(tmp_path, 1, content="new")
     assert names(tmp_path) == ["step-000001"]
-    assert (tmp_path / "step-000001" / STATE_FILE).read_text() == "new"
+    assert content_of(tmp_path / "step-000001") == "new"
+
+
+@pytest.mark.parametrize("continued_from", [math.inf, 1])
+def test_replaced_checkpoint_counts_while_its_replacement_is_missing(
+    tmp_path: Path, continued_from: float
+) -> None:
+    save(tmp_path, 1)
+    replaced = (tmp_path / "step-000001").rename(tmp_path / "step-000001.replaced")
+    for step in (2, 3):
+        assert replaced.exists()
+        publish(write(tmp_path, step))
+        saving.tidy(tmp_path, step, Retention(2, continued_from=continued_from))
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_checkpoint_with_unreadable_state_neither_counts_nor_is_removed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002" / STATE_FILE).write_text("damaged")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
 
 
 def test_later_steps_are_set_aside(tmp_path: Path) -> None:
@@ -127,9 +155,9 @@ def test_replaced_checkpoint_of_continued_run_is_set_aside(
     publish(write(tmp_path, 20, "newer"))
     saving.tidy(tmp_path, 20, Retention(continued_from=10))
     assert names(tmp_path) == ["step-000010", "step-000020", "step-000020.abandoned"]
-    assert (tmp_path / "step-000020" / STATE_FILE).read_text() == "newer"
+    assert content_of(tmp_path / "step-000020") == "newer"
     aside = tmp_path / "step-000020.abandoned"
-    assert (aside / STATE_FILE).read_text() == "new"
+    assert content_of(aside) == "new"
     assert caplog.messages == [
         "the run continued from an earlier step and saved step 20: the earlier checkpoint of step "
         f"20 is set aside as {aside}"
@@ -181,7 +209,7 @@ def found(directory: Path) -> tuple[int, str] | None:
     if path is None:
         return None
     assert isinstance(path, Path)
-    return int(path.name[5:11]), (path / STATE_FILE).read_text()
+    return int(path.name[5:11]), content_of(path)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
