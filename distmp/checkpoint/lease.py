@@ -252,18 +252,23 @@ class Lease:
         start = self._clock()
         path, data = _path(self.directory, number), self._content.encode()
         path.parent.mkdir(parents=True, exist_ok=True)
+        created = False
         try:
             with path.open("xb") as file:
+                created = True
                 file.write(data)
         except FileExistsError:
             return False
+        except OSError:
+            if created:  # an incomplete lease counts, but has no owner
+                path.unlink(missing_ok=True)
+            raise
         numbers = _numbers(self.directory)
         if max(numbers, default=0) != number:
             return False
         self._number, self._expires = number, start + self._content.seconds
-        for older in numbers:
-            if older < number:
-                _path(self.directory, older).unlink(missing_ok=True)
+        for older in {*numbers} - {number}:
+            _path(self.directory, older).unlink(missing_ok=True)
         return True
 
     def _overwrite(self, number: int, content: Content) -> bool:

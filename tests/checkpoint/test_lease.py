@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -174,6 +175,17 @@ def test_incomplete_lease_file_counts_as_owned(tmp_path: Path) -> None:
     second.claim(pytest.fail)
     assert clock.now >= leases.SECONDS
     assert files(tmp_path) == ["lease-000005.json"]
+
+
+def test_lease_that_cannot_be_written_is_removed(directory: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            lease(directory, "a", Clock()).claim()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert files(directory) == []
 
 
 def test_lease_content_round_trips(tmp_path: Path) -> None:
