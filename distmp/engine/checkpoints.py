@@ -43,7 +43,7 @@ OWN_NUMBERS = "custom_loop"
 # Key of the class of the optimizer and its base classes, by name.
 OPTIMIZER = "optimizer"
 # The engine that saves to a directory, by the directory.
-_owners: weakref.WeakValueDictionary[str, SavedEngine] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[Path, SavedEngine] = weakref.WeakValueDictionary()
 # Writers with a save in the background, which has to finish before the process ends.
 _writing: set[CheckpointWriter] = set()
 
@@ -112,15 +112,12 @@ def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
     """
     own = described_optimizer(engine)[OPTIMIZER]
     stored = checkpoint.state.numbers.get(OPTIMIZER, own)
-    if {*stored} & {*own}:
-        return
-    raise ConfigError(
-        "directory",
-        str(checkpoint),
+    problem = (
         f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
         f"engine with {stored[0]}, or start with new optimizer state: "
-        "engine.load(directory, optimizer=False)",
+        "engine.load(directory, optimizer=False)"
     )
+    require(not {*stored}.isdisjoint(own), "directory", str(checkpoint), problem)
 
 
 class Saves:
@@ -158,7 +155,7 @@ class Saves:
         location, retention, own = self._world.ranks.all_or_own_error(
             lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers))
         )
-        _owners[str(location.absolute())] = engine
+        _owners[location] = engine
         described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
         described |= {"directory": str(directory), "keep": repr(keep), "wait": repr(bool(wait))}
@@ -175,7 +172,7 @@ class Saves:
             self._check()
         else:
             _writing.add(self.writer)
-        return storage.final_path(location, step)
+        return storage.final_path(Path(directory), step)
 
     def finish(self) -> None:
         """Wait for a save in the background.
@@ -230,15 +227,14 @@ def _own_location(directory: str | Path, engine: SavedEngine) -> Path:
         ConfigError: If it is named like a file, or checkpoints of both would replace each other.
     """
     check_directory_name("directory", directory)
-    location = storage.locate("directory", str(directory))
-    key = str(location.absolute())
-    if _owners.get(key, engine) is not engine:
+    location = storage.locate("directory", str(directory)).resolve()
+    if _owners.get(location, engine) is not engine:
         gc.collect()  # the other engine may have been deleted
     problem = (
         "another engine of this process saves its checkpoints there, which would be replaced; "
         "save each engine to its own directory"
     )
-    require(_owners.get(key, engine) is engine, "directory", str(directory), problem)
+    require(_owners.get(location, engine) is engine, "directory", str(directory), problem)
     return location
 
 

@@ -231,8 +231,11 @@ def _mixed_up(call: str, directory: Path) -> str:
 def test_engines_do_not_replace_the_checkpoints_of_each_other(tmp_path: Path) -> None:
     first, second = make_engine(strategy="ddp"), make_engine(strategy="ddp")
     path = first.save(tmp_path)
-    with pytest.raises(ConfigError, match="another engine of this process saves its checkpoints"):
-        second.save(tmp_path)
+    link = tmp_path / f"link{dist.get_rank()}"
+    link.symlink_to(tmp_path)
+    for directory in (tmp_path, link, tmp_path / "part" / ".."):
+        with pytest.raises(ConfigError, match="another engine of this process saves its check"):
+            second.save(directory)
     second.load(path)  # another engine may read
     first.save(tmp_path)
     del first
