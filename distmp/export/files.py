@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from distmp.checkpoint.storage import synchronize
 from distmp.errors import CheckpointError, listed
 from distmp.models import huggingface, huggingface_files
 from distmp.models.architecture import is_hugging_face
@@ -229,11 +230,15 @@ def _replacing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
+        # Without it a power failure may leave empty files under the new name.
+        for path in (*temporary.iterdir(), temporary):
+            synchronize(path)
         if target.exists():
             # Kept until the new one has its name: a removal can fail or be interrupted.
             shutil.rmtree(replaced, ignore_errors=True)
             target.rename(replaced)
         temporary.rename(target)
+        synchronize(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error

@@ -264,6 +264,26 @@ def test_replaced_weights_are_kept_until_new_ones_have_their_name(
     assert stored() == [4.0]
 
 
+def test_files_are_on_disk_before_the_directory_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("renamed")
+        return rename(path, target)
+
+    def written(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", written)
+    exported(tmp_path / "weights")
+    assert sorted(events[:2]) == ["config.json", "model.safetensors"]
+    assert events[2:] == [".weights.writing", "renamed", tmp_path.name]
+
+
 def test_symbolic_link_to_weights_is_kept(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "weights").symlink_to("disk")
