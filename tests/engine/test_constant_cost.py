@@ -21,6 +21,7 @@ from benchmarks.memory import anonymous_bytes
 from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
+from distmp.utils import tensor_trees
 from tests.engine import launches
 from tests.engine.launches import LOW_PRECISION
 from tests.ranks import in_turn, ranks
@@ -67,7 +68,7 @@ class Calls:
     """
 
     package = os.path.dirname(distmp.__file__) + os.sep
-    simulation = (fake_ranks.__file__, fake_ranks.__file__)
+    simulation = (fake_ranks.__file__, tensor_trees.__file__)  # the simulation looks for tensors
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
