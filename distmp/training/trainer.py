@@ -143,6 +143,9 @@ class Trainer(TrainingLoop):
             if self.checkpoint is not None:
                 self.states.restore(self.checkpoint, self.console.message)
                 self.checkpoint = None
+            # Workers are forked from this process before a callback reads samples in it: they would
+            # share the positions of files that the dataset has opened.
+            self._start_loading()
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
@@ -167,9 +170,8 @@ class Trainer(TrainingLoop):
         self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
-        batches = training_batches(self.config, self.model_and_data, self.world, self.progress)
         first = True
-        with closing(batches), self.engine.batches.explaining():
+        with closing(self._batches) as batches, self.engine.batches.explaining():
             while self.progress.step < self.config.steps:
                 if self._stopping or self.rollback_from is not None:
                     break
@@ -193,6 +195,10 @@ class Trainer(TrainingLoop):
                     self.read_step()
         if self.rollback_from is None:
             self.read_step()
+
+    def _start_loading(self) -> None:
+        parts, progress = self.model_and_data, self.progress
+        self._batches = training_batches(self.config, parts, self.world, progress)
 
     def _begin_step(self, *, first: bool) -> None:
         step = self.progress.step + 1
@@ -246,6 +252,7 @@ class Trainer(TrainingLoop):
         self.states.restore(checkpoint, self.console.message)
         writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
+        self._start_loading()
         if self._finished_early is not None:  # after a step that the rollback has reverted
             self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):

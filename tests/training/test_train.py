@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "floating-point token ids": (
         lambda tmp: [f"--data.source={_module(tmp)}:floats", "--model.name=users_models:failing"],
-        "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
+        "inputs are token ids, int64; set model.loss to a function for other inputs",
     ),
     "lazy model": (
         lambda tmp: tiny(tmp, "--model.options={}", f"--model.name={_module(tmp)}:lazy"),

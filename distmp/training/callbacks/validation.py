@@ -143,7 +143,7 @@ class Validation(Callback):
         return Evaluation(found.loss, {**found.metrics, **prefixed})
 
     def _evaluate(self, trainer: TrainingLoop, samples: int | None) -> Evaluation | None:
-        """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
+        """Evaluate `samples` held-out samples, None for all; return None if a rank is to stop."""
         batches = until_stop_requested(
             evaluation_batches(
                 self._dataset, samples, trainer.config.batch.microbatch_size, trainer.world
