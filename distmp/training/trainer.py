@@ -21,6 +21,8 @@ from distmp.training.callbacks import Callback, PendingStep, StepResult, Trainin
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
+from distmp.training.callbacks.stopping import EarlyStopping
+from distmp.training.callbacks.validation import Validation
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
 from distmp.training.run import build_run
@@ -107,10 +109,9 @@ class Trainer(TrainingLoop):
         """Train until the last step or a request to stop; return whether all steps are done."""
         with self.active(stop):
             self.train()
-            all_done = self.progress.step >= self.config.steps or self._finished_early is not None
-            finished = all_done and not self._unfinished
             for callback in self._each("on_train_end"):
-                callback.on_train_end(self, finished=finished)
+                callback.on_train_end(self, finished=self._is_finished())
+            finished = self._is_finished()
             if finished and self._finished_early is not None:
                 self.console.message(
                     f"finished after step {self.progress.step}: {self._finished_early}"
@@ -122,6 +123,10 @@ class Trainer(TrainingLoop):
                     "--resume auto"
                 )
         return finished
+
+    def _is_finished(self) -> bool:
+        all_done = self.progress.step >= self.config.steps or self._finished_early is not None
+        return all_done and not self._unfinished
 
     @contextmanager
     def active(self, stop: StopSignals) -> Iterator[None]:
@@ -135,7 +140,7 @@ class Trainer(TrainingLoop):
             if self.lease is not None:
                 exits.callback(self.lease.release)
             # The last one that is pushed exits first.
-            for callback in reversed(self._users_last()):
+            for callback in reversed(self._in_order_of_end()):
                 exits.push(self._exit_of(callback))
             for callback in self._each("setup"):
                 callback.setup(self)
@@ -342,14 +347,16 @@ class Trainer(TrainingLoop):
             hook: Name of the hook.
             step: The step that the report names; None for that of the current phase.
         """
-        for callback in self._users_last() if hook == "on_train_end" else self.callbacks:
+        for callback in self._in_order_of_end() if hook == "on_train_end" else self.callbacks:
             if callback in self._users_callbacks:
                 self._enter_hook(hook, callback, step)
             yield callback
 
-    def _users_last(self) -> list[Callback]:
-        """Return the callbacks in the order of the end: an error of a user's loses no save."""
-        return sorted(self.callbacks, key=lambda callback: callback in self._users_callbacks)
+    def _in_order_of_end(self) -> list[Callback]:
+        """Return the callbacks with the users' code last: its errors lose no save."""
+        users = self._users_callbacks
+        evaluates = (Validation, EarlyStopping)
+        return sorted(self.callbacks, key=lambda each: (each in users, isinstance(each, evaluates)))
 
     def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
         current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)

@@ -200,8 +200,8 @@ def test_recurring_fault_ends_restarts(tmp_path: Path) -> None:
     assert lucky.exit_codes == {}
     assert 1 in failed.exit_codes.values()
     message = (
-        f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended without a step beyond 2, the last "
-        "time because of: ValueError: a fault of the model"
+        f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended without a step beyond 2, the "
+        "last time because of: ValueError: a fault of the model"
     )
     assert failed.stderr.count(message) == 1
     assert failed.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1

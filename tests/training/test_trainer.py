@@ -72,7 +72,8 @@ class Opened(Samples):
         self.path = path
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.file = self.file or open(self.path, "rb", buffering=0)
+        if self.file is None:
+            self.file = Path(self.path).open("rb", buffering=0)
         self.file.seek(index)
         time.sleep(0.002)
         assert self.file.read(1) == bytes([index])

@@ -163,9 +163,7 @@ class EarlyStopping(Callback):
         directory = trainer.directory.checkpoints
         path = final_path(directory, self._best_step)
         where = str(path)
-        # The last step is saved after this.
-        is_last = self._best_step == trainer.progress.step
-        if trainer.world.rank == 0 and not (is_last or is_checkpoint(path)):
+        if trainer.world.rank == 0 and not is_checkpoint(path):
             where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
