@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
+from distmp.data.loading import Batch
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
@@ -104,6 +105,8 @@ class Trainer(TrainingLoop):
         self._unfinished = False
         # Why the run ends early and counts as finished; None if it does not.
         self._finished_early: str | None = None
+        # The samples of the next steps; None before and after these.
+        self._batches: Generator[list[Batch], None, None] | None = None
 
     def run(self, stop: StopSignals) -> bool:
         """Train until the last step or a request to stop; return whether all steps are done."""
@@ -150,7 +153,8 @@ class Trainer(TrainingLoop):
                 self.checkpoint = None
             # Workers are forked from this process before a callback reads samples in it: they would
             # share the positions of files that the dataset has opened.
-            self._start_loading()
+            self._batches = self._load()
+            exits.callback(setattr, self, "_batches", None)  # ends its workers
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
@@ -175,8 +179,9 @@ class Trainer(TrainingLoop):
         self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
+        batches, self._batches = self._batches or self._load(), None
         first = True
-        with closing(self._batches) as batches, self.engine.batches.explaining():
+        with closing(batches), self.engine.batches.explaining():
             while self.progress.step < self.config.steps:
                 if self._stopping or self.rollback_from is not None:
                     break
@@ -201,9 +206,8 @@ class Trainer(TrainingLoop):
         if self.rollback_from is None:
             self.read_step()
 
-    def _start_loading(self) -> None:
-        parts, progress = self.model_and_data, self.progress
-        self._batches = training_batches(self.config, parts, self.world, progress)
+    def _load(self) -> Generator[list[Batch], None, None]:
+        return training_batches(self.config, self.model_and_data, self.world, self.progress)
 
     def _begin_step(self, *, first: bool) -> None:
         step = self.progress.step + 1
@@ -257,7 +261,6 @@ class Trainer(TrainingLoop):
         self.states.restore(checkpoint, self.console.message)
         writer.resumed(self.progress.step, saved=False)
         self.rollback_from = None
-        self._start_loading()
         if self._finished_early is not None:  # after a step that the rollback has reverted
             self._stopping, self._finished_early = False, None
         for callback in self._each("on_rollback"):

@@ -73,7 +73,7 @@ class Opened(Samples):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if self.file is None:
-            self.file = Path(self.path).open("rb", buffering=0)
+            self.file = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
         self.file.seek(index)
         time.sleep(0.002)
         assert self.file.read(1) == bytes([index])
