@@ -144,22 +144,17 @@ class RecordWriter:
         self._file, self._last_kept = None, last_step
         self._flush()
 
-    def add_validation(
-        self, step: int, loss: float, metrics: Mapping[str, float]
-    ) -> StepRecord | None:
-        """Add a validation to the last record, if it is of `step`; return it, or None."""
+    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Add the numbers of a validation to the record of the last step, if that is `step`."""
         try:
             last = read_records(self._path)[-1:]
         except OSError:  # `_flush` has warned, and keeps records in memory
-            return None
-        if not last or last[0].step != step:
-            return None
-        self.rewind(step - 1)
-        values: dict[str, Any] = {"validation_loss": loss}
-        values["validation_metrics"] = dict(metrics) or None
-        record = dataclasses.replace(last[0], **values)
-        self.write(record)
-        return record
+            return
+        if last and last[0].step == step:
+            self.rewind(step - 1)
+            values: dict[str, Any] = {"validation_loss": loss}
+            values["validation_metrics"] = dict(metrics) or None
+            self.write(dataclasses.replace(last[0], **values))
 
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""

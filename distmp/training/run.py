@@ -159,9 +159,8 @@ class _Builder:
         def claim() -> tuple[str, list[str]]:
             assert self.choice is not None
             directory = self.choice.continued(self.restarts.directory)
-            resume = config.resume if directory is None else "auto"
-            is_new = directory is None and resume in (None, "auto")
-            first = [] if is_new else [str(resume)]
+            is_new = config.resume is None or (config.resume == "auto" and directory is None)
+            first = [] if is_new else [str(config.resume)]
             resumes = self.restarts.resumes()
             path = config.run_dir if directory is None else str(directory.path)
             return path, first if resumes is None else resumes

@@ -203,8 +203,7 @@ class DirectoryChoice:
             earlier: The directory of earlier attempts of this job.
 
         Returns:
-            The directory; None for a new run, and for `resume` with a path, unless this job was
-            requeued and has saved in a new directory.
+            The directory; None for a new run, and for `resume` with a path.
 
         Raises:
             ConfigError: If another job owns the directory.
@@ -213,8 +212,6 @@ class DirectoryChoice:
         if found is None and self._config.resume == "auto":
             found = self._to_continue()
             self._found_none = found is None
-        elif found is None and self._config.resume is not None:
-            found = self._begun(Path(self._config.resume))
         if found is not None:
             self._claim(found)
         return found
@@ -276,19 +273,6 @@ class DirectoryChoice:
                 f"that run with --resume {checkpoints}",
             )
         return self._latest(own) if own else None
-
-    def _begun(self, resume: Path) -> RunDirectory | None:
-        """Return the new directory in which this job continued from a path before its requeue."""
-        config, job = self._config, self._job
-        for run in run_directory.existing_runs(config.run_dir, config.checkpoint.path):
-            # The run of the path itself may have later checkpoints that are not of this job.
-            places = {path.resolve() for path in run.leased_paths()}
-            is_own = job.requeues > 0 and _scheduler_job(run) == job.scheduler
-            elsewhere = places.isdisjoint([resume.resolve(), *resume.resolve().parents])
-            if is_own and elsewhere and run.has_checkpoint():
-                self._log(f"requeued: continuing in {run.path} instead of from resume = {resume}")
-                return run
-        return None
 
     def _latest(self, runs: list[RunDirectory]) -> RunDirectory:
         """Return the latest run with a checkpoint; the last one if none has any.

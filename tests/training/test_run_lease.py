@@ -291,29 +291,6 @@ def test_requeued_job_continues_its_own_directory(
     third.release()
 
 
-@pytest.mark.parametrize("place", ["elsewhere", "run"])
-def test_requeued_job_does_not_return_to_path_that_it_resumed(place: str, tmp_path: Path) -> None:
-    path = saved(RunDirectory(tmp_path / place))
-    first = choice(tmp_path, other("1", "77", 0), str(path))
-    assert first.continued(None) is None
-    run = first.final(StoredCheckpoint(path))
-    first.release()
-    for requeues, is_saved in ((1, False), (2, True), (0, True)):
-        if is_saved:
-            run.checkpoints.joinpath("step-000009").mkdir(parents=True, exist_ok=True)
-        again = choice(tmp_path, other("1", "77", requeues), str(path))
-        lines = messages_of(again)
-        continued = again.continued(None)
-        if place == "run" or not is_saved or not requeues:
-            assert continued is None
-        else:
-            assert continued is not None
-            assert continued.path == run.path
-            message = f"requeued: continuing in {run.path} instead of from resume = {path}"
-            assert lines == [message]
-        again.release()
-
-
 def test_two_new_runs_use_two_directories(tmp_path: Path) -> None:
     jobs = [choice(tmp_path, other(name), resume=None) for name in "ab"]
     assert [begin(job).path.name for job in jobs] == ["run", "run-2"]

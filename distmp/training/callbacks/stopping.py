@@ -104,10 +104,7 @@ class EarlyStopping(Callback):
         most = math.inf if held_out is None else held_out
         self._final_counts = len({min(n or most, most) for n in settings}) == 1
         # Values of another metric or direction cannot be compared.
-        self._compared = {
-            "metric": self._config.metric,
-            "maximizes": self._config.maximizes,
-        }
+        self._compared = {"metric": self._config.metric, "maximizes": self._config.maximizes}
         self._restart()
 
     def _restart(self) -> None:
