@@ -5,6 +5,7 @@ Hugging Face `datasets` reads the documents and encodes them in several processe
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import shutil
@@ -210,7 +211,7 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
         with _explained(", ".join(names)):
             loaded = datasets.load_dataset(
                 "text" if table is None else _BY_SUFFIX[_suffix(table)],
-                data_files=names,
+                data_files=[glob.escape(name) for name in names],  # they are patterns
                 split="train",
                 cache_dir=str(cache),
                 **({"sample_by": "document"} if table is None else {}),
@@ -229,6 +230,8 @@ def _column(loaded: Any, name: str, key: str) -> Any:
         problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
         raise ConfigError("INPUT", name, problem)
     problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
+    if str(texts.type).startswith("timestamp"):
+        problem += ", or write texts that look like times to a .parquet file: JSON reads them so"
     require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")
 

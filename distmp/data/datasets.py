@@ -268,7 +268,8 @@ def problem_of(dataset: Any) -> str | None:
 def _length_problem(dataset: Any, *, needed: bool) -> str | None:
     try:
         return None if len(dataset) or not needed else "has no sample"
-    except (TypeError, ValueError) as error:  # raised by Python for an invalid result of __len__
-        if isinstance(error, TypeError) and not needed:
+    except (TypeError, ValueError, NotImplementedError) as error:  # also of Python
+        if not (needed or isinstance(error, ValueError)):
             return None
-        return f"has no valid length ({error}); return an integer of 1 or more from __len__"
+        problem = str(error) or type(error).__name__
+        return f"has no valid length ({problem}); return an integer of 1 or more from __len__"

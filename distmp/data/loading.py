@@ -101,7 +101,7 @@ def steps(
     collate_fn: Collate | None = None,
     setting: str = "data.source",
 ) -> _Steps:
-    """Yield the steps of this rank, without end.
+    """Yield the steps of this rank, without end. The workers start in this call.
 
     Args:
         dataset: Map-style dataset, or an iterable one, which is read as `distmp.data.streams`
@@ -134,11 +134,11 @@ def steps(
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(loader, check)
+        return _compared(iter(loader), check)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
-    return _grouped(loader, sampler, seeded, check)
+    return _grouped(iter(loader), sampler, seeded, check)
 
 
 def check_same_data(
@@ -189,7 +189,7 @@ _SAME_DATA = (
 
 
 def _grouped(
-    loader: TorchDataLoader[Any],
+    microbatches: Iterator[Any],
     sampler: MicrobatchSampler,
     seeded: SeededMicrobatches,
     check: _Check | None,
@@ -197,7 +197,7 @@ def _grouped(
     """Yield the microbatches of a map-style dataset, step by step."""
     division, size = sampler.division, sampler.size
     compared = -1
-    with _iterator_of(loader) as microbatches:
+    with _ending_workers(microbatches):
         for first in division.steps():
             if check is not None and first // size > compared:
                 compared = first // size
@@ -222,9 +222,9 @@ def _description(sampler: MicrobatchSampler, seeded: SeededMicrobatches, first: 
     )
 
 
-def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> _Steps:
+def _compared(all_steps: Iterator[Any], check: _Check | None) -> _Steps:
     """Yield the steps of a stream; compare the first one between ranks, before training."""
-    with _iterator_of(loader) as all_steps:
+    with _ending_workers(all_steps):
         for step in all_steps:
             if check is not None:
                 check(step.microbatches.source)
@@ -233,10 +233,9 @@ def _compared(loader: TorchDataLoader[Any], check: _Check | None) -> _Steps:
 
 
 @contextmanager
-def _iterator_of(loader: TorchDataLoader[Any]) -> Iterator[Iterator[Any]]:
-    iterator = iter(loader)
+def _ending_workers(iterator: Iterator[Any]) -> Iterator[None]:
     try:
-        yield iterator
+        yield
     finally:
         # A deleted iterator ends its workers, but a traceback can keep it alive. An iterator
         # without workers has no such method.

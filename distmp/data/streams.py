@@ -214,7 +214,7 @@ def length_of(dataset: Any) -> int | None:
     """Return the number of samples of a dataset; None if it has no length."""
     try:
         return len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -211,7 +211,7 @@ def check_validation(train: TokenMetadata, validation: TokenMetadata, directory:
         directory: Its directory.
 
     Raises:
-        ConfigError: If tokenizers or ends of documents differ.
+        ConfigError: If tokenizers or ends of documents differ, or it has more token ids.
     """
     ours = (train.tokenizer_sha256, train.end_of_text)
     problem = (
@@ -221,3 +221,9 @@ def check_validation(train: TokenMetadata, validation: TokenMetadata, directory:
     )
     same = ours == (validation.tokenizer_sha256, validation.end_of_text)
     require(same, "data.validation_path", str(directory), problem)
+    fits = validation.vocabulary_size <= train.vocabulary_size
+    problem = (
+        f"has a vocabulary of {validation.vocabulary_size:,}, data.path of"
+        f" {train.vocabulary_size:,}; tokenize both in the same way, or correct {METADATA}"
+    )
+    require(fits, "data.validation_path", str(directory), problem)

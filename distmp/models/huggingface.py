@@ -164,7 +164,16 @@ def prepare_loss(model: nn.Module) -> bool:
     Returns:
         False, and the model is unchanged, if its last layer is not a plain linear layer without
         bias, or the model changes the logits, for example by a soft cap.
+
+    Raises:
+        ConfigError: If transformers would add a load-balancing loss.
     """
+    balances = getattr(model.config.get_text_config(), "output_router_logits", False)  # type: ignore[union-attr,operator]
+    problem = (
+        "adds a load-balancing loss in transformers, which the loss next_token leaves out; set "
+        "model.options: {output_router_logits: false}, or model.loss to a function that adds it"
+    )
+    require(not balances, "model.options.output_router_logits", balances, problem)
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear or head.bias is not None or not _returns_output(model, head):
         return False

@@ -138,8 +138,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: For targets outside of the vocabulary, see `check_targets`, and a batch without
-            these keys.
+        ConfigError: For inputs that are no token ids, targets outside of the vocabulary, see
+            `check_targets`, and a batch without these keys.
 
     Example:
         >>> import torch
@@ -167,6 +167,9 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         )
     if targets.dtype != torch.int64:
         raise ConfigError("batch", described(batch), "targets are int64; return tensor.long()")
+    if isinstance(inputs, Tensor) and inputs.is_floating_point():
+        problem = "inputs are token ids, int64; set model.loss to a function for other inputs"
+        raise ConfigError("batch", described(batch), problem)
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:

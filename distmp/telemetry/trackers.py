@@ -39,6 +39,11 @@ class Trackers:
         values = scalars(record)
         self._each(lambda tracker: tracker.log(values, step=record.step))
 
+    def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """Log a validation of a step that is logged already."""
+        values = _of_validation({"loss": loss, **metrics})
+        self._each(lambda tracker: tracker.log(values, step=step))
+
     def close(self) -> None:
         """Flush and finish the trackers."""
         self._each(lambda tracker: tracker.finish())
@@ -136,7 +141,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     values = dataclasses.asdict(record)
     del values["step"]
     values[f"{record.unit}s_per_second"] = values.pop("weight_per_second")
-    values |= {f"validation_{n}": value for n, value in (record.validation_metrics or {}).items()}
+    values |= _of_validation(record.validation_metrics or {})
     for operand, statistics in (record.low_precision_operands or {}).items():
         values |= {
             f"low_precision_operands/{operand}/{n}": value for n, value in statistics.items()
@@ -146,6 +151,10 @@ def scalars(record: StepRecord) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, (bool, int, float))
     }
+
+
+def _of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"validation_{name}": value for name, value in metrics.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, build_datasets
-from distmp.data.loading import Batch, SeededMicrobatches, is_stream, steps
+from distmp.data.loading import Batch, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
+from distmp.data.streams import Step
 from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.checkpoints import load_checkpoint
@@ -34,7 +35,6 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
-from distmp.utils.generators import generators_kept
 
 logger = logging.getLogger("distmp")
 
@@ -108,9 +108,7 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
     """Refuse data on which a run would not train as configured.
 
     Raises:
-        ConfigError: If there are fewer samples than a step has, or none for validation; or if
-            inputs are not token ids where the loss needs them.
-        DataError: If the first sample cannot be read.
+        ConfigError: If there are fewer samples than a step has, or none for validation.
     """
     size = config.batch.global_batch_size
     samples = None if is_stream(datasets.train) else len(datasets.train)
@@ -122,17 +120,6 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
     every, is_held_out = config.validation.every, datasets.validation is not None
     problem = "needs held-out data; set it to 0, or return a dataset for the split 'validation'"
     require(every == 0 or is_held_out, "validation.every", every, problem)
-    if samples is not None and config.data.is_import_path and config.model.loss == "next_token":
-        with generators_kept():
-            first = SeededMicrobatches(datasets.train, config.seed, list).sample(0, 0)
-        inputs = first.get("inputs") if isinstance(first, Mapping) else None
-        require(
-            not (isinstance(inputs, Tensor) and inputs.is_floating_point()),
-            "data.source",
-            config.data.source,
-            f"sample 0 has inputs of {getattr(inputs, 'dtype', None)}; the loss next_token needs "
-            "token ids, int64",
-        )
 
 
 def _with_weights(
@@ -268,11 +255,19 @@ def start_from_weights(parts: ModelAndData, engine: Engine) -> None:
 def training_batches(
     config: RunConfig, parts: ModelAndData, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
-    """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
+    """Yield the microbatches of this rank, step by step from `progress` on. Close it when done.
+
+    The workers start in this call.
+    """
     sizes = config.batch.global_batch_size, config.batch.microbatch_size
     division = Division(progress.samples, *sizes, world.rank, world.world_size)
     data, workers = parts.datasets.train, config.data.workers
-    all_steps = steps(data, division, world, seed=config.seed, workers=workers)
+    return _microbatches(steps(data, division, world, seed=config.seed, workers=workers))
+
+
+def _microbatches(
+    all_steps: Generator[Step, None, None],
+) -> Generator[list[Batch], None, None]:
     with closing(all_steps):
         for step in all_steps:
             yield step.microbatches

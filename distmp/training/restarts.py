@@ -35,7 +35,7 @@ from distmp.utils.settings import flat, from_mapping, to_mapping
 
 logger = logging.getLogger("distmp")
 
-# A run is not restarted after this many consecutive starts that completed no further step.
+# A run is not restarted after this many restarts in a row without a step beyond earlier ones.
 RESTARTS_WITHOUT_GAIN = 3
 MORE_MACHINES = "more machines have joined"
 
@@ -125,7 +125,7 @@ class Restarts:
         """Store the directory and the checkpoint of this attempt. Rank 0 calls it.
 
         Raises:
-            TrainingError: If the last restarts completed no further step.
+            TrainingError: If the last restarts completed no step beyond those of earlier attempts.
             RecordError: If a line of the record file is damaged.
         """
         if self.directory is None:
@@ -142,16 +142,16 @@ class Restarts:
         # A machine that joins or leaves is no failure of the run.
         joined_or_left = self._stored_value("ranks") not in (None, self.world_size)
         gained = best is None or reached > best or joined_or_left
-        futile = 0 if gained else self._stored_value("futile") + 1
+        futile = 0 if gained else (self._stored_value("futile") or 0) + 1
         self._store_value("ranks", self.world_size)
         self._store_value("reached", reached if best is None else max(reached, best))
         self._store_value("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
             raise TrainingError(
-                f"{futile + 1} times in a row the run ended after step {reached}, the last time "
-                f"because of: {self.cause()}; it is not restarted. Fix the cause, and continue "
-                f"with --resume {directory.checkpoints}"
+                f"{futile + 1} times in a row the run ended without a step beyond {best}, the last "
+                f"time because of: {self.cause()}; it is not restarted. Fix the cause, and "
+                f"continue with --resume {directory.checkpoints}"
             )
 
     def job(self) -> str:

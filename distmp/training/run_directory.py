@@ -66,6 +66,14 @@ class RunDirectory:
         """Return whether there is a finished checkpoint of a step that was taken."""
         return any(each.finished and each.step for each in entries_of(self.checkpoints))
 
+    def is_named_by_user(self) -> bool:
+        """Return whether the last start of the run names this directory, also if it was moved."""
+        try:
+            configuration = read_starts(self.manifest)[-1]["configuration"]
+            return Path(configuration["run_dir"]).name == self.path.name
+        except (OSError, ManifestError, LookupError, TypeError):
+            return False
+
     def is_unused(self) -> bool:
         """Return whether the directory holds at most what a run writes before its first step."""
         early = {self.config, self.manifest, self.log(0).parent, self.checkpoints}
@@ -103,6 +111,8 @@ def latest_of(runs: Sequence[RunDirectory]) -> RunDirectory:
 def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunDirectory]:
     """Return the directories created for `run_dir`: `run_dir` itself, then each `run_dir-N`.
 
+    A `run_dir-N` that is the setting `run_dir` of another run is not one of them.
+
     Args:
         run_dir: Setting `run_dir`.
         checkpoint_path: Setting `checkpoint.path`. A run with a directory there counts too: it may
@@ -126,7 +136,8 @@ def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunD
     )
     paths = [first] * (exists or first.name in names)
     paths += [Path(f"{first}-{number}") for number in numbers]
-    return [RunDirectory(path, checkpoint_path) for path in paths]
+    runs = [RunDirectory(path, checkpoint_path) for path in paths]
+    return [run for run in runs if run.path.name == first.name or not run.is_named_by_user()]
 
 
 def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:

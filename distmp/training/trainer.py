@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
+from distmp.data.loading import Batch
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
@@ -21,6 +22,8 @@ from distmp.training.callbacks import Callback, PendingStep, StepResult, Trainin
 from distmp.training.callbacks.callback import Rollback, action_for
 from distmp.training.callbacks.checkpointing import CallbackStates, Checkpointing
 from distmp.training.callbacks.order import check_hooks, in_order, load_callbacks
+from distmp.training.callbacks.stopping import EarlyStopping
+from distmp.training.callbacks.validation import Validation
 from distmp.training.components import Progress, restore, training_batches
 from distmp.training.restarts import Restarts
 from distmp.training.run import build_run
@@ -102,15 +105,16 @@ class Trainer(TrainingLoop):
         self._unfinished = False
         # Why the run ends early and counts as finished; None if it does not.
         self._finished_early: str | None = None
+        # The samples of the next steps; None before and after these.
+        self._batches: Generator[list[Batch], None, None] | None = None
 
     def run(self, stop: StopSignals) -> bool:
         """Train until the last step or a request to stop; return whether all steps are done."""
         with self.active(stop):
             self.train()
-            all_done = self.progress.step >= self.config.steps or self._finished_early is not None
-            finished = all_done and not self._unfinished
             for callback in self._each("on_train_end"):
-                callback.on_train_end(self, finished=finished)
+                callback.on_train_end(self, finished=self._is_finished())
+            finished = self._is_finished()
             if finished and self._finished_early is not None:
                 self.console.message(
                     f"finished after step {self.progress.step}: {self._finished_early}"
@@ -122,6 +126,10 @@ class Trainer(TrainingLoop):
                     "--resume auto"
                 )
         return finished
+
+    def _is_finished(self) -> bool:
+        all_done = self.progress.step >= self.config.steps or self._finished_early is not None
+        return all_done and not self._unfinished
 
     @contextmanager
     def active(self, stop: StopSignals) -> Iterator[None]:
@@ -135,7 +143,7 @@ class Trainer(TrainingLoop):
             if self.lease is not None:
                 exits.callback(self.lease.release)
             # The last one that is pushed exits first.
-            for callback in reversed(self._users_last()):
+            for callback in reversed(self._in_order_of_end()):
                 exits.push(self._exit_of(callback))
             for callback in self._each("setup"):
                 callback.setup(self)
@@ -143,6 +151,10 @@ class Trainer(TrainingLoop):
             if self.checkpoint is not None:
                 self.states.restore(self.checkpoint, self.console.message)
                 self.checkpoint = None
+            # Workers are forked from this process before a callback reads samples in it: they would
+            # share the positions of files that the dataset has opened.
+            self._batches = self._load()
+            exits.callback(setattr, self, "_batches", None)  # ends its workers
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
             yield
@@ -167,7 +179,7 @@ class Trainer(TrainingLoop):
         self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
-        batches = training_batches(self.config, self.model_and_data, self.world, self.progress)
+        batches, self._batches = self._batches or self._load(), None
         first = True
         with closing(batches), self.engine.batches.explaining():
             while self.progress.step < self.config.steps:
@@ -193,6 +205,9 @@ class Trainer(TrainingLoop):
                     self.read_step()
         if self.rollback_from is None:
             self.read_step()
+
+    def _load(self) -> Generator[list[Batch], None, None]:
+        return training_batches(self.config, self.model_and_data, self.world, self.progress)
 
     def _begin_step(self, *, first: bool) -> None:
         step = self.progress.step + 1
@@ -335,14 +350,16 @@ class Trainer(TrainingLoop):
             hook: Name of the hook.
             step: The step that the report names; None for that of the current phase.
         """
-        for callback in self._users_last() if hook == "on_train_end" else self.callbacks:
+        for callback in self._in_order_of_end() if hook == "on_train_end" else self.callbacks:
             if callback in self._users_callbacks:
                 self._enter_hook(hook, callback, step)
             yield callback
 
-    def _users_last(self) -> list[Callback]:
-        """Return the callbacks in the order of the end: an error of a user's loses no save."""
-        return sorted(self.callbacks, key=lambda callback: callback in self._users_callbacks)
+    def _in_order_of_end(self) -> list[Callback]:
+        """Return the callbacks with the users' code last: its errors lose no save."""
+        users = self._users_callbacks
+        evaluates = (Validation, EarlyStopping)
+        return sorted(self.callbacks, key=lambda each: (each in users, isinstance(each, evaluates)))
 
     def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
         current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)

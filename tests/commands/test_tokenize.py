@@ -148,6 +148,14 @@ def test_all_input_formats_are_read() -> None:
     ]
 
 
+@pytest.mark.usefixtures("cwd")
+def test_names_of_files_are_no_patterns() -> None:
+    for name in ("a1.txt", "a[1].txt", "*.txt"):
+        Path(name).write_text(name)
+    assert tokenize("a[1].txt", "*.txt", "--to=out", "--tokenizer=bytes", "--workers=1") == 0
+    assert ids_in(Path("out")) == [*b"a[1].txt", 256, *b"*.txt", 256]
+
+
 def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 0
     run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
@@ -178,6 +186,10 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
             "INPUT = 'numbers.jsonl': holds int64 under 'text'; set --key to a key of texts",
         ),
         (
+            ["times.jsonl", "--tokenizer=bytes"],
+            "key of texts, or write texts that look like times to a .parquet file",
+        ),
+        (
             ["missing.jsonl", "--tokenizer=bytes"],
             "INPUT = 'missing.jsonl': row 2 has no 'text'; set --key to a key of all rows",
         ),
@@ -206,6 +218,7 @@ def test_errors_are_one_message(
     Path("void.jsonl").touch()
     Path("broken.jsonl").write_text('{"text": ')
     Path("numbers.jsonl").write_text('{"text": 1}')
+    Path("times.jsonl").write_text('{"text": "2024-01-01"}\n')
     Path("missing.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n{"text": "c"}\n')
     Path("latin1.txt").write_bytes("\xe9".encode("latin1"))
     Path("a.json").write_text("{}")

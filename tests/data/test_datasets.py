@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from distmp.config import load
 from distmp.data.datasets import build_datasets, identity, is_held_out
@@ -167,6 +169,15 @@ def test_validation_from_file_or_none(tmp_path: Path) -> None:
     assert caught.value.setting == "data.validation_path"
 
 
+def test_validation_ids_that_training_data_lacks_are_refused(tmp_path: Path) -> None:
+    path, other = tokens(tmp_path / "a", 100), tokens(tmp_path / "b", 100)
+    TokenMetadata("uint16", 300, {"ids": 100}).write(Path(path))
+    values: dict[str, Any] = {"source": "tokens", "sequence_length": 9}
+    with pytest.raises(ConfigError, match=r"has a vocabulary of 65,536, data\.path of 300"):
+        build_datasets(DataConfig(path=path, validation_path=other, **values))
+    build_datasets(DataConfig(path=other, validation_path=path, **values))
+
+
 def tokenized(directory: Path, parts: dict[str, list[int]], **values: Any) -> TokenMetadata:
     """Write a directory as `distmp data tokenize` does."""
     directory.mkdir()
@@ -282,6 +293,22 @@ def iterator(split: str, sequence_length: int) -> Any:
     return iter([1, 2])
 
 
+class Unsized:
+    def __init__(self, split: str, sequence_length: int) -> None:
+        pass
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class UnsizedStream(Unsized, IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
 HERE = "tests.data.test_datasets"
 
 
@@ -293,6 +320,8 @@ def test_callable_gets_split_length_and_options() -> None:
     assert (len(data.train), len(data.validation), data.vocabulary_size) == (25, 3, 17)
     assert data.description == f"{HERE}:squares: samples for training: 25, held out: 3 (10.7%)"
     assert build_datasets(DataConfig(source=f"{HERE}:squares")).validation is None
+    stream = build_datasets(DataConfig(source=f"{HERE}:UnsizedStream"))
+    assert "samples for training: a stream" in stream.description
 
 
 @pytest.mark.parametrize(
@@ -306,6 +335,7 @@ def test_callable_gets_split_length_and_options() -> None:
         ),
         ("squares", {"nothing": True}, "returned None for split='train'"),
         ("squares", {"count": -256}, "it returned a Squares, which has no sample"),
+        ("Unsized", {}, r"which has no valid length \(NotImplementedError\); return"),
     ],
 )
 def test_callable_of_wrong_kind_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import shutil
@@ -12,11 +13,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.launcher.hosts import Host, HostsPlan, plan_hosts, read_hosts, run_on_hosts
+from distmp.launcher.hosts import Host, HostsPlan, _Agent, plan_hosts, read_hosts, run_on_hosts
 from distmp.launcher.network import AddressError
 from distmp.launcher.plan import UserOptions
 from tests import two_hosts
@@ -54,6 +57,21 @@ def test_hosts_are_read_from_file(tmp_path: Path) -> None:
 def test_invalid_host_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):
         read_hosts(text)
+
+
+def test_signal_may_interrupt_the_writing_of_another() -> None:
+    received, sent = os.pipe()
+
+    class Interrupted(io.FileIO):
+        def write(self, data: Any, /) -> int | None:
+            agent.send_signal(signal.SIGTERM)
+            return super().write(data)
+
+    stdin = io.TextIOWrapper(io.BufferedWriter(Interrupted(sent, "wb")))
+    agent = _Agent("a", cast("Any", SimpleNamespace(stdin=stdin)))
+    with open(received, "rb", buffering=0) as pipe, stdin:
+        agent.send_signal(signal.SIGINT)
+        assert pipe.read(100) == b"SIGINT\n"
 
 
 def test_binary_host_file_is_refused(tmp_path: Path) -> None:

@@ -322,6 +322,13 @@ def test_head_with_bias_returns_logits(tmp_path: Path) -> None:
     assert not takes_targets(model)
 
 
+def test_load_balancing_loss_is_refused(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    model = build(directory(tmp_path / "model", {**LLAMA, "model_type": "mixtral", **sizes}))
+    with pytest.raises(ConfigError, match=r"^model\.options\.output_router_logits = True: adds a"):
+        huggingface.prepare_loss(model)
+
+
 def test_invalid_model_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -35,6 +35,12 @@ def batch(targets: Tensor) -> dict[str, Tensor]:
     return {"inputs": torch.zeros_like(targets), "targets": targets}
 
 
+def test_inputs_that_are_no_token_ids_are_refused() -> None:
+    samples = {"inputs": torch.zeros(2, 3), "targets": torch.zeros(2, 3, dtype=torch.int64)}
+    with pytest.raises(ConfigError, match=r"inputs are token ids, int64; set model\.loss to a"):
+        next_token_loss(Constant(torch.zeros(2, 3, 4)), samples)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loss_sums_over_counted_targets(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -150,7 +150,15 @@ def test_only_first_rank_logs_to_trackers(tmp_path: Path) -> None:
     assert done.exit_codes == {}, done
     directory = tmp_path / "0" / "run"
     written = calls(directory)
-    assert [line[0] for line in written] == ["project", "rank", "configuration", 1, 2, "finished"]
+    assert [line[0] for line in written] == [
+        "project",
+        "rank",
+        "configuration",
+        1,
+        2,
+        2,
+        "finished",
+    ]
     assert written[1] == ["rank", "0"]
     assert written[2][1]["model.options.layers"] == 2
     records = read_records(directory / "steps.jsonl")

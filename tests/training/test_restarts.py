@@ -200,8 +200,8 @@ def test_recurring_fault_ends_restarts(tmp_path: Path) -> None:
     assert lucky.exit_codes == {}
     assert 1 in failed.exit_codes.values()
     message = (
-        f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended after step 2, the last time "
-        "because of: ValueError: a fault of the model"
+        f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended without a step beyond 2, the "
+        "last time because of: ValueError: a fault of the model"
     )
     assert failed.stderr.count(message) == 1
     assert failed.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
@@ -321,9 +321,18 @@ def test_only_restarts_without_progress_count(tmp_path: Path) -> None:
             attempt(memory, count).begin(run, None)
             assert attempt(memory, count).given_up() is None
         else:
-            with pytest.raises(TrainingError, match=r"4 times in a row .* after step 6"):
+            with pytest.raises(
+                TrainingError, match=r"4 times in a row .* without a step beyond 6, the"
+            ):
                 attempt(memory, count).begin(run, None)
     assert attempt(memory, len(reached) + 1).given_up() == 1
+
+
+def test_attempt_that_is_killed_while_it_stores_its_progress_counts(tmp_path: Path) -> None:
+    run, memory = begun(tmp_path)
+    attempt(memory, 1)._store_value("reached", 5)
+    attempt(memory, 2).begin(run, None)
+    assert attempt(memory, 2)._stored_value("futile") == 1
 
 
 def test_joining_and_leaving_machines_are_no_failures(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ def test_average_missing_in_checkpoint_starts_again(tmp_path: Path) -> None:
         directory, poisoned = tmp_path / f"skips-{skips}", [samples_of(9)[5]]
         run(directory, *ROLLBACK, "--schedule.name=constant", "--steps=6", poisoned=poisoned)
         resumed = trainer(directory, *ROLLBACK, *averaged, poisoned=poisoned)
+        if skips:
+            resumed.progress.samples = 9 * BATCH
         with resumed.active(StopSignals()):
-            if skips:
-                resumed.progress.samples = 9 * BATCH
             resumed.train()
         assert resumed.progress.rollbacks == (0 if skips else 1)
         averages.append(gathered(resumed.states.tensors()))

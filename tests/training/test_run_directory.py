@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.training.run_directory import RunDirectory, check_saves, create_run, latest_run
+from distmp.training.run_directory import (
+    RunDirectory,
+    append_start,
+    check_saves,
+    create_run,
+    existing_runs,
+    latest_run,
+)
 from tests.disks import disk
 
 
@@ -53,6 +60,15 @@ def test_files_and_other_names_are_not_runs(tmp_path: Path) -> None:
     newest = latest_run(wanted)
     assert newest is not None
     assert newest.path == Path(wanted)
+
+
+def test_numbered_name_of_another_experiment_is_not_a_run(tmp_path: Path) -> None:
+    first, second = (create_run(str(tmp_path / "lr")) for _ in range(2))
+    other = create_run(str(tmp_path / "lr-3"))
+    for run, wanted in ((first, "runs/lr"), (second, "runs/lr"), (other, "runs/lr-3")):
+        append_start(run.manifest, {"configuration": {"run_dir": wanted}})
+    assert [run.path.name for run in existing_runs(str(tmp_path / "lr"))] == ["lr", "lr-2"]
+    assert create_run(str(tmp_path / "lr")).path == tmp_path / "lr-4"
 
 
 def test_file_with_name_of_run_is_refused(tmp_path: Path) -> None:

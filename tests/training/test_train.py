@@ -246,10 +246,6 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ],
         "batch.global_batch_size = 128: is more than the 64 samples of the training data",
     ),
-    "floating-point token ids": (
-        lambda tmp: [f"--data.source={_module(tmp)}:floats", "--model.name=users_models:failing"],
-        "data.source = 'users_models:floats': sample 0 has inputs of torch.float32",
-    ),
     "lazy model": (
         lambda tmp: tiny(tmp, "--model.options={}", f"--model.name={_module(tmp)}:lazy"),
         "model = '0.weight': has no shape yet; give its layer all sizes, or run a batch",
@@ -307,9 +303,6 @@ def _module(directory: Path) -> str:
         "def line(split, sequence_length, slope):\n"
         "    points = torch.linspace(-1, 1, 64 if split == 'train' else 8)\n"
         "    return [(x.view(1), slope * x.view(1) + 1) for x in points]\n"
-        "def floats(split, sequence_length):\n"
-        "    sample = {'inputs': torch.zeros(4), 'targets': torch.zeros(4, dtype=torch.int64)}\n"
-        "    return [sample] * 64\n"
         "class Keyed:\n"
         "    def __len__(self):\n"
         "        return 64\n"

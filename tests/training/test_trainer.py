@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
 from tests.torchrun import TINY, python, run, tiny
+from tests.training.test_resume import SIZE, Samples, configuration, train
 
 Batch = dict[str, Tensor]
 # What happens to the disk, by the number of the training step whose loss is computed.
@@ -57,6 +60,43 @@ class CountingSGD(torch.optim.SGD):
                 state = self.state[parameter]
                 state["steps"] = [*state.get("steps", []), group["lr"]]
         return super().step(closure)
+
+
+class Opened(Samples):
+    """Opens its file with the first sample that a process reads."""
+
+    file: BinaryIO | None = None
+
+    def __init__(self, path: str) -> None:
+        super().__init__(False, 1.0)
+        self.path = path
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self.file is None:
+            self.file = Path(self.path).open("rb", buffering=0)  # noqa: SIM115
+        self.file.seek(index)
+        time.sleep(0.002)
+        assert self.file.read(1) == bytes([index])
+        return super().__getitem__(index)
+
+
+@functools.cache
+def opened(path: str) -> Opened:
+    return Opened(path)
+
+
+def test_workers_share_no_file_that_validation_opens(tmp_path: Path) -> None:
+    path = tmp_path / "indices"
+    path.write_bytes(bytes(range(SIZE)))
+    data = {"source": f"{__name__}:both", "options": {"path": str(path)}, "workers": 2}
+    train(configuration(tmp_path / "run", data=data, steps=4))
+    file = opened(str(path)).file
+    assert file is not None
+    file.close()
+
+
+def both(split: str, sequence_length: int, path: str) -> Opened:
+    return opened(path)
 
 
 def test_optimizer_whose_state_cannot_be_saved_ends_the_first_step(

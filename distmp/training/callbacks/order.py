@@ -27,7 +27,7 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     anything else happens at the end; `StepLogger` needs what `StragglerDetection` adds to a result,
     and writes a record before a callback of the user can fail; a step is compared, validated and
     passed to the user's callbacks before it is saved, so that a checkpoint contains their changes;
-    the average is updated before it is validated.
+    the average is updated before it is validated. The last step is validated after its save.
     """
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None

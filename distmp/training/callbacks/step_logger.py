@@ -69,9 +69,11 @@ class StepLogger(Callback):
     def on_validation(
         self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
     ) -> None:
-        """Add the numbers to the record of a step that was written before this run began."""
-        if trainer.pending is None and self._writer is not None:
-            self._writer.add_validation(trainer.progress.step, loss, metrics)
+        """Add the numbers to the record of a step that was written before its validation."""
+        if trainer.pending is None:
+            self._trackers.add_validation(trainer.progress.step, loss, metrics)
+            if self._writer is not None:
+                self._writer.add_validation(trainer.progress.step, loss, metrics)
 
     def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""

@@ -13,7 +13,7 @@ import psutil
 from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import is_under_torchrun
-from distmp.training.callbacks.callback import Callback, PendingStep, TrainingLoop
+from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.run import Run
 
@@ -103,6 +103,11 @@ class EarlyStopping(Callback):
         settings = (config.validation.final_samples, config.validation.samples)
         most = math.inf if held_out is None else held_out
         self._final_counts = len({min(n or most, most) for n in settings}) == 1
+        # Values of another metric or direction cannot be compared.
+        self._compared = {"metric": self._config.metric, "maximizes": self._config.maximizes}
+        self._restart()
+
+    def _restart(self) -> None:
         self._best: float | None = None
         self._best_step = 0
         self._last_step = 0
@@ -110,14 +115,21 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
-        return {name: getattr(self, f"_{name}") for name in _STATE}
+        return {**self._compared, **{name: getattr(self, f"_{name}") for name in _STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
+        if state.items() >= self._compared.items():
+            for name in _STATE:
+                setattr(self, f"_{name}", state[name])
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
+
+    def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
+        """Count from the start if the checkpoint has no values of this metric."""
+        if self._last_step > rollback.to_step:
+            self._restart()
+            self._checkpointing.keep(0)
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Stop again if the run had stopped early."""
@@ -148,9 +160,7 @@ class EarlyStopping(Callback):
         directory = trainer.directory.checkpoints
         path = final_path(directory, self._best_step)
         where = str(path)
-        # The last step is saved after this.
-        is_last = self._best_step == trainer.progress.step
-        if trainer.world.rank == 0 and not (is_last or is_checkpoint(path)):
+        if trainer.world.rank == 0 and not is_checkpoint(path):
             where = f"no checkpoint in {directory}, but in the run that this one continues"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "

@@ -9,6 +9,7 @@ from typing import Any
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.data.evaluation import evaluation_batches
+from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.average import WeightAverage
 from distmp.engine.evaluation import Evaluation
@@ -94,22 +95,42 @@ class Validation(Callback):
         self._ema = ema
         self._writer = writer
         self._metrics = find_metrics(settings.metrics)
+        # The step after the last complete validation.
+        self._step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step that was validated last."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember which step was validated last."""
+        self._step = state["step"]
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Evaluate a microbatch per rank, so that a metric that fails does so before the training.
 
-        A run with no steps left repeats its last validation, which may have been interrupted.
+        A run that was interrupted in a validation, or validated this step as its last one, repeats
+        it.
         """
-        if trainer.progress.step >= trainer.config.steps:
-            self._validate(trainer, last=True)
+        if self._is_due(trainer) and self._step != trainer.progress.step:
+            self._validate(trainer, last=False)
         elif self._dataset is not None:
             self._evaluate(trainer, trainer.config.batch.microbatch_size * trainer.world.world_size)
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
-        """Validate if it is due."""
-        every, last = self._settings.every, step.step == trainer.config.steps
-        if last or (every > 0 and step.step % every == 0):
-            self._validate(trainer, last=last)
+        """Validate if it is due; the last step is validated at the end."""
+        if self._is_due(trainer):
+            self._validate(trainer, last=False)
+
+    def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
+        """Validate the last step, which is saved."""
+        if finished and trainer.progress.step >= trainer.config.steps:
+            current_phase.enter("the last validation")
+            self._validate(trainer, last=True)
+
+    def _is_due(self, trainer: TrainingLoop) -> bool:
+        every, step = self._settings.every, trainer.progress.step
+        return every > 0 and step % every == 0 and step < trainer.config.steps
 
     def _validate(self, trainer: TrainingLoop, *, last: bool) -> None:
         if self._dataset is None:
@@ -122,6 +143,7 @@ class Validation(Callback):
             found = self._evaluate_both(trainer, samples)
         if found is None:
             return
+        self._step = trainer.progress.step
         if last:
             trainer.console.message(f"held-out loss {found.loss:.4f}{loss_unit(trainer.config)}")
             for name, value in found.metrics.items():
@@ -143,7 +165,7 @@ class Validation(Callback):
         return Evaluation(found.loss, {**found.metrics, **prefixed})
 
     def _evaluate(self, trainer: TrainingLoop, samples: int | None) -> Evaluation | None:
-        """Evaluate the first `samples` held-out samples, or all; None if a rank is to stop."""
+        """Evaluate `samples` held-out samples, None for all; return None if a rank is to stop."""
         batches = until_stop_requested(
             evaluation_batches(
                 self._dataset, samples, trainer.config.batch.microbatch_size, trainer.world

@@ -15,7 +15,7 @@ from distmp.checkpoint.settings import Retention
 from distmp.config import EarlyStoppingConfig, load
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
-from distmp.training.callbacks.callback import SpikeAction
+from distmp.training.callbacks.callback import Rollback, SpikeAction
 from distmp.training.callbacks.stopping import EarlyStopping
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
@@ -219,6 +219,39 @@ def test_patience_agrees_with_definition(
         assert (watched.reason is not None) == (since >= patience)
         if watched.reason is not None:
             break
+
+
+def stopping_after(value: float, **early_stopping: Any) -> tuple[EarlyStopping, Any]:
+    """Return the state after one validation, in step 4."""
+    section = {"patience": 2, **early_stopping}
+    watched: Any = Watched(configuration(Path("unused"), early_stopping=section, **EVERY_STEP))
+    stopping = EarlyStopping(watched.config, watched, None)
+    watched.step = 4
+    stopping.on_validation(watched, value, {"accuracy": value})
+    return stopping, watched
+
+
+EVERY_STEP: dict[str, Any] = {"validation": {"every": 1, "metrics": {"accuracy": "accuracy"}}}
+
+
+@pytest.mark.parametrize("before", [{"metric": "accuracy"}, {"mode": "max"}])
+def test_values_of_another_metric_are_not_compared(before: dict[str, str]) -> None:
+    other, _ = stopping_after(0.5, **before)
+    stopping, watched = stopping_after(math.nan)
+    stopping.load_state_dict(other.state_dict())
+    watched.step = 5
+    stopping.on_validation(watched, 2.0, {})
+    assert watched.kept == 5
+
+
+def test_rollback_to_checkpoint_without_values_counts_from_the_start() -> None:
+    stopping, watched = stopping_after(1.0)
+    stopping.on_rollback(watched, Rollback(5, 4, "a spike", 8))
+    assert watched.kept == 4
+    stopping.on_rollback(watched, Rollback(5, 3, "a spike", 8))
+    assert watched.kept == 0
+    stopping.on_validation(watched, 2.0, {})
+    assert watched.kept == 4
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
+from distmp.telemetry.records import read_records
 from distmp.training.callbacks.validation import loss_unit, weight_unit
+from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.toys import printed, trainer_of
+from tests.toys import finished, printed, trainer_of
 from tests.training.test_resume import configuration
 
 
@@ -36,6 +40,55 @@ def test_metric_that_fails_does_so_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a metric of somebody"):
         run.run(StopSignals())
     assert run.progress.step == 0
+
+
+def run_with_validations(directory: Path, at_last: Callable[[int], object], **more: Any) -> Trainer:
+    """Return a run that calls a function with its step before each evaluation."""
+    options = {"steps": 6, "validation": {"every": 2}, **more}
+    run = trainer_of(configuration(directory / "run", resume="auto", **options))
+    evaluate = run.engine.evaluate_metrics
+
+    def evaluated(batches: Any, metrics: Any) -> Any:
+        at_last(run.progress.step)
+        return evaluate(batches, metrics)
+
+    run.engine.evaluate_metrics = evaluated  # type: ignore[method-assign]
+    return run
+
+
+def validated(run: Trainer) -> list[int]:
+    records = read_records(run.directory.records)
+    return [record.step for record in records if record.validation_loss is not None]
+
+
+def test_run_is_saved_before_its_last_validation(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 6:
+            raise ValueError("a damaged sample")
+
+    failed = run_with_validations(tmp_path, fail)
+    with pytest.raises(ValueError, match="a damaged sample"):
+        failed.run(StopSignals())
+    assert validated(failed) == [2, 4]
+    resumed = run_with_validations(tmp_path, str)
+    assert resumed.progress.step == 6
+    assert validated(finished(resumed)) == [2, 4, 6]
+    # In a longer run, early stopping counts this step, which its checkpoint does not.
+    steps: list[int] = []
+    finished(run_with_validations(tmp_path, steps.append, steps=7))
+    assert steps == [6, 7]
+
+
+def test_interrupted_validation_is_repeated(tmp_path: Path) -> None:
+    stop = StopSignals()
+
+    def interrupt(step: int) -> None:
+        stop.received = signal.SIGTERM if step == 4 else None
+
+    stopped = run_with_validations(tmp_path, interrupt)
+    assert not stopped.run(stop)
+    assert validated(stopped) == [2]
+    assert validated(finished(run_with_validations(tmp_path, str))) == [2, 4, 6]
 
 
 # The unit of the weight that losses and throughputs are reported with.
