@@ -78,6 +78,8 @@ PRELOAD = (
 GRACE_SECONDS = 0.3
 # How long a rank may take to end after its body has returned on every rank.
 EXIT_SECONDS = 10.0
+# Makes a rank write its stack. Runs of distmp handle signals that nothing else does, not this one.
+_WRITE_STACK = signal.SIGXCPU
 
 # Bodies of decorated tests by (module, qualified name), filled on import in the ranks too.
 _bodies: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -331,7 +333,7 @@ def _ask_where(job: _Job, unfinished: list[_Member]) -> list[_Report]:
     """Make the ranks that still run write their stacks."""
     for member in unfinished:
         if member.process.pid is not None and member.process.is_alive():
-            os.kill(member.process.pid, signal.SIGUSR1)
+            os.kill(member.process.pid, _WRITE_STACK)
     if unfinished:
         time.sleep(0.1)
     reports = []
@@ -405,7 +407,7 @@ def _prepare_process(job: _Job, rank: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     stack = job.stack(rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.register(_WRITE_STACK, file=stack)
     # Rewrites assert, so that a failing one shows its values. pytest has no public function for
     # this outside of its own process.
     install_importhook(get_config())
