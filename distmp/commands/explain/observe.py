@@ -69,7 +69,7 @@ def group_name(name: str) -> str:
 def expected_groups(
     model: nn.Module, policy: PrecisionPolicy, strategy: str, wrap: Sequence[str] = ()
 ) -> list[ModuleGroup]:
-    """Return the groups of modules that own parameters, in order of registration.
+    """Return the groups of modules that own parameters or are kept, in order of registration.
 
     Args:
         model: The model before a strategy changes it; its values do not matter.
@@ -84,12 +84,14 @@ def expected_groups(
     if policy.has_low_precision_matmuls:
         selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
         low_precision = set(map(id, selection.low_precision.values()))
-    kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
+    tops = modules_in_fp32(model, policy).values()
+    kept = {id(part) for top in tops for part in top.modules()}
+    shown = {id(top) for top in tops if next(top.parameters(), None) is None}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
     for name, part in model.named_modules():
         own = [value for value in part.parameters(recurse=False) if id(value) not in counted]
-        if not own:
+        if not own and id(part) not in shown:
             continue
         counted.update(map(id, own))
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
@@ -118,7 +120,7 @@ def _group(
     # The optimizer updates FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
-    if sharded and not any(value.requires_grad for value in own):
+    if sharded and own and not any(value.requires_grad for value in own):
         held = own[0].dtype  # frozen shards keep it
     # FSDP2 has a communication dtype per group; flat buckets have one for all.
     reduces_in_fp32 = kept and sharded

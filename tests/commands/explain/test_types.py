@@ -78,6 +78,14 @@ def test_kept_module_is_separated_from_equal_ones() -> None:
     ]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kept_module_without_parameters_is_a_group(strategy: str) -> None:
+    sequence = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1), nn.ReLU())
+    groups = expected_groups(sequence, policy("bf16,keep_fp32=Softmax"), strategy)
+    found = [(group.name, group.kept, group.parameters) for group in groups]
+    assert found == [("* [0]", False, 6), ("* [1]", True, 0)]
+
+
 def test_groups_are_split_by_matmul_format() -> None:
     sequence = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     groups = expected_groups(sequence, policy("nvfp4,hp=2"), "single")
