@@ -68,9 +68,8 @@ def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Te
     """
     options = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
     ignored = options.keys() - arguments_of(model) if options else ()
-    if "position_ids" in ignored:
-        problem = "has 'position_ids', which the model's forward does not take; leave them out"
-        raise ConfigError("batch", [*batch], problem)
+    problem = "has 'position_ids', which the model's forward does not take; leave them out"
+    require("position_ids" not in ignored, "batch", [*batch], problem)
     if "attention_mask" in ignored:
         _check_padding(options.pop("attention_mask"))
     return options
@@ -214,15 +213,10 @@ def computes_loss(module: nn.Module) -> bool:
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that the forward of a model takes, perhaps wrapped.
 
-    Any keywords (`**kwargs`) of the model itself do not count: many models ignore them.
+    Any keywords (`**kwargs`) do not count: many models ignore them.
     """
-    names: frozenset[str] = frozenset()
-    for module in _in_wrappers(model):
-        own, passes_more = _arguments(type(module).forward)
-        names |= own
-        if not passes_more:
-            break
-    return names
+    *_, inner = _in_wrappers(model)
+    return _arguments(type(inner).forward)
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -234,11 +228,8 @@ def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @functools.cache
-def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return the names of the arguments of a function, and whether it takes any others."""
-    parameters = inspect.signature(forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return frozenset(parameters), inspect.Parameter.VAR_KEYWORD in kinds
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def logits_of(output: Any) -> Tensor:
