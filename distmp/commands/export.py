@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "checkpoint", help="a checkpoint, or the directory of a run to export its latest one"
     )
-    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="a new directory")
+    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="a new or empty directory")
     parser.add_argument(
         "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )

@@ -22,6 +22,7 @@ from distmp.engine.low_precision_matmuls import LowPrecisionMatmuls
 from distmp.engine.precision_phases import PhaseSchedule, phase_formats
 from distmp.engine.updates import Updates
 from distmp.errors import ConfigError
+from distmp.models.loss import computes_loss
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig
 from distmp.parallel.build_strategy import build_strategy, resolve_strategy
@@ -94,7 +95,7 @@ def build_model(
 
 def return_logits(model: nn.Module) -> list[nn.Module]:
     """Make models return logits; return the modules that computed the loss sum in their place."""
-    chunked = [part for part in model.modules() if getattr(part, "takes_targets", False)]
+    chunked = [part for part in model.modules() if computes_loss(part)]
     for part in chunked:
         part.takes_targets = False  # type: ignore[assignment]
     return chunked

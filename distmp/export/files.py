@@ -203,7 +203,8 @@ def _check_replaceable(directory: Path) -> None:
     """
     if directory.name in ("", ".."):
         raise CheckpointError(
-            f"cannot write {directory}: it has no name of its own; name another directory"
+            f"cannot write {directory}: exported weights replace a directory, and this one is in "
+            "use; name a new one, such as ./weights"
         )
     if not directory.exists():
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,37 +37,42 @@ def is_hugging_face(batch: Mapping[str, Any]) -> bool:
     return "input_ids" in batch
 
 
-def model_inputs(
-    batch: Mapping[str, Tensor], arguments: Collection[str]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the inputs, the targets and the keyword arguments of a model.
+def model_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the targets of a batch with the keys of Hugging Face.
 
     Args:
         batch: "input_ids" int64 [batch, time]. "labels" of the same shape, not shifted; without
             them, every token that "attention_mask" (0 for padding) leaves is a label.
-            "position_ids", if any, restart in each document.
-        arguments: Names of the arguments of the model's forward. One that takes no
-            "attention_mask" gets none, and needs padding at the end.
 
     Returns:
-        Inputs and targets, int64 [batch, time], and the arguments. The target of the last token is
-        IGNORED.
+        Inputs and targets, int64 [batch, time]. The target of the last token is IGNORED.
 
     Raises:
-        ConfigError: If there are neither labels nor a mask, padding where the model sees it, or
-            "position_ids" that it does not take.
+        ConfigError: If there are neither labels nor a mask.
     """
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    options: dict[str, Tensor] = {}
-    if mask is not None and "attention_mask" in arguments:
-        options["attention_mask"] = mask
-    elif mask is not None:
-        _check_padding(mask)
-    if "position_ids" in batch:
-        problem = "has 'position_ids', which the model's forward does not take; leave them out"
-        require("position_ids" in arguments, "batch", [*batch], problem)
-        options["position_ids"] = batch["position_ids"]
-    return ids, F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED), options
+    return batch["input_ids"], F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED)
+
+
+def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the keyword arguments that a batch has for a model.
+
+    Args:
+        batch: May have an "attention_mask" (0 for padding), which a model that does not take it
+            needs only if the padding is not at the end, and "position_ids", which restart in each
+            document.
+        model: The model, perhaps wrapped.
+
+    Raises:
+        ConfigError: If there is padding where the model sees it, or "position_ids" that its
+            forward does not take.
+    """
+    options = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
+    ignored = options.keys() - arguments_of(model) if options else ()
+    problem = "has 'position_ids', which the model's forward does not take; leave them out"
+    require("position_ids" not in ignored, "batch", [*batch], problem)
+    if "attention_mask" in ignored:
+        _check_padding(options.pop("attention_mask"))
+    return options
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -122,7 +127,7 @@ _WRAPPERS = (
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cross entropy of the next token, summed over the targets that are not IGNORED.
 
-    A model with the attribute `takes_targets` computes the sum itself, in chunks of tokens:
+    A model whose class has `takes_targets` computes the sum itself, in chunks of tokens:
     distmp's transformer, and Hugging Face models after `huggingface.prepare_loss`. With
     others, the logits of all tokens exist at once.
 
@@ -131,7 +136,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             attribute `logits`, as models of Hugging Face do. If it takes targets, it returns the
             loss sum in place of logits.
         batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. Or the keys of
-            Hugging Face, see `distmp.models.loss`.
+            Hugging Face, "input_ids" and "labels" (see `model_inputs`). With either, it may have
+            the arguments of `model_options`.
 
     Returns:
         Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
@@ -151,10 +157,9 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         >>> int(tokens)
         3
     """
-    options: Mapping[str, Tensor] = {}
     keys = batch if isinstance(batch, Mapping) else {}
     if is_hugging_face(keys):
-        inputs, targets, options = model_inputs(batch, arguments_of(model))
+        inputs, targets = model_inputs(batch)
     elif "inputs" in keys and "targets" in keys:
         inputs, targets = batch["inputs"], batch["targets"]
     else:
@@ -170,6 +175,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
     if isinstance(inputs, Tensor) and inputs.is_floating_point():
         problem = "inputs are token ids, int64; set model.loss to a function for other inputs"
         raise ConfigError("batch", described(batch), problem)
+    options = model_options(batch, model)
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
@@ -190,22 +196,30 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
 
 def takes_targets(model: nn.Module) -> bool:
     """Return whether a model, perhaps wrapped, computes its loss itself."""
-    found = (part.takes_targets for part in _in_wrappers(model) if hasattr(part, "takes_targets"))
-    return bool(next(found, False))
+    return any(map(computes_loss, _in_wrappers(model)))
+
+
+def computes_loss(module: nn.Module) -> bool:
+    """Return whether the forward of a module, without its wrappers, computes the loss.
+
+    Only `takes_targets` of the class that defines `forward` counts: another forward, which calls
+    this one, may change what it returns.
+    """
+    if "takes_targets" in vars(module):
+        return bool(module.takes_targets)
+    for own in map(vars, type(module).__mro__):
+        if own.keys() & {"forward", "takes_targets"}:
+            return bool(own.get("takes_targets"))
+    return False
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that the forward of a model takes, perhaps wrapped.
 
-    A forward that takes any keywords (`**kwargs`) takes "position_ids", too.
+    Any keywords (`**kwargs`) do not count: many models ignore them.
     """
-    names: frozenset[str] = frozenset()
-    for module in _in_wrappers(model):
-        own, passes_more = _arguments(type(module).forward)
-        names |= own
-        if not passes_more:
-            return names
-    return names | {"position_ids"}
+    *_, inner = _in_wrappers(model)
+    return _arguments(type(inner).forward)
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -217,11 +231,8 @@ def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @functools.cache
-def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Return the names of the arguments of a function, and whether it takes any others."""
-    parameters = inspect.signature(forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return frozenset(parameters), inspect.Parameter.VAR_KEYWORD in kinds
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def logits_of(output: Any) -> Tensor:

@@ -104,7 +104,7 @@ class SplitResult:
 
 @dataclass(frozen=True)
 class GradientMismatch:
-    """A way in which gradients are wrong.
+    """Describes a way in which gradients are wrong; a `GradientError` lists them.
 
     Attributes:
         kind: A key of `CLASSES`; empty if it may be right.

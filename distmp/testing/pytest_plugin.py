@@ -57,8 +57,8 @@ def _run(call: bytes, n: int, timeout: float = _TIMEOUT) -> None:
             problem = f"rank {error.error_index} of {n}: {str(error).strip()}"
             *_, skips, reason = problem.rpartition("\nRuntimeError: Skipped: ")
             if skips:
-                pytest.skip(reason)
-            pytest.fail(problem, pytrace=False)
+                raise pytest.skip.Exception(reason, _use_item_location=True) from None
+            raise pytest.fail.Exception(problem, pytrace=False) from None
 
 
 def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting: str) -> None:
@@ -78,7 +78,8 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
         function(**arguments)
     except (pytest.skip.Exception, pytest.fail.Exception, SystemExit, KeyboardInterrupt) as error:
         # torch passes only the text of an `Exception` to the parent.
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        as_text = RuntimeError(f"{type(error).__name__}: {error}")
+        raise as_text.with_traceback(error.__traceback__) from None
     faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.set(f"rank {rank} is done", "")

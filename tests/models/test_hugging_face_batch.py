@@ -113,6 +113,26 @@ class Plain(nn.Module):
         return self.head(self.embed(tokens))
 
 
+def test_mask_and_positions_of_shifted_batch_reach_model() -> None:
+    model, batch = transformers_model(), padded(left=True)
+    batch["position_ids"] = 2 * (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    ids, labels = batch.pop("input_ids"), batch.pop("labels")
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    loss, weight = next_token_loss(model, {"inputs": ids, "targets": shifted, **batch})
+    expected = model(input_ids=ids, labels=labels, **batch).loss
+    assert (loss / weight).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Swallows(Plain):
+    def forward(self, tokens: Tensor, **_: object) -> Tensor:
+        return super().forward(tokens)
+
+
+def test_any_keywords_do_not_take_positions() -> None:
+    with pytest.raises(ConfigError, match="'position_ids', which the model's forward does not"):
+        next_token_loss(Swallows(), {**padded(), "position_ids": torch.zeros(3, 12)})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

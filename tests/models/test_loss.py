@@ -106,7 +106,6 @@ def test_loss_computed_by_model_agrees_with_logits(tied: bool) -> None:
     own, outside = small(tied=tied), Outside(small(tied=tied))
     assert takes_targets(own)
     results = []
-    outside.__dict__["takes_targets"] = False
     for model, loss_of in ((own, next_token_loss), (outside, plain)):
         loss, weight = loss_of(model, tokens())
         loss.backward()
@@ -214,8 +213,31 @@ def test_submodule_does_not_take_targets_of_model() -> None:
     assert not takes_targets(model)
     assert torch.equal(next_token_loss(model, tokens())[0], plain(model, tokens())[0])
     outside = Outside(small())
-    outside.takes_targets = False  # type: ignore[assignment]
     assert torch.equal(next_token_loss(outside, tokens())[0], plain(outside, tokens())[0])
+
+
+class Inherits(Transformer):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) * 0.25
+
+
+class Delegates(Outside):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._modules["model"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._modules["model"](*args, **kwargs) * 0.25  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("build", [Inherits, lambda config: Delegates(Transformer(config))])
+def test_forward_that_changes_logits_does_not_take_targets(build: Any) -> None:
+    torch.manual_seed(0)
+    model = build(TransformerConfig(50, 16, 2, 16, 2, 32))
+    engine = Engine(model, next_token_loss, adamw, policy="fp32", strategy="single")
+    expected = plain(model, tokens())[0] / plain(model, tokens())[1]
+    for _ in range(2):
+        assert engine.evaluate([tokens()]) == pytest.approx(float(expected), rel=1e-6)
+        engine.evaluate_metrics([tokens()], {"mean": lambda logits, _: (logits.mean(), 1)})
 
 
 @pytest.mark.parametrize("takes", [True, False])

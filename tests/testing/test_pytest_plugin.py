@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import psutil
@@ -80,12 +81,15 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
     assert "5 failed, 3 passed, 1 skipped" in shown
     assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
+    assert "another exception occurred" not in shown
+    assert "the direct cause of" not in shown
+    assert "in test_does_not_raise\n" in shown
     assert "\nbefore the failure" in shown
     assert "rank 0 of 2: process 0 terminated with exit code 1\n" in shown
     assert "\nTimeout (0:00:01)!" in shown
     assert "RuntimeError: SystemExit: 0\n" in shown
     assert "RuntimeError: Failed: DID NOT RAISE ValueError\n" in shown
-    assert ": of rank 1\n" in shown
+    assert re.search(r"SKIPPED \[1\] test_project\.py:\d+: of rank 1\n", shown)
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
     running = psutil.process_iter(["cmdline"])  # None for a process that has ended meanwhile

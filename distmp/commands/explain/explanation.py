@@ -161,7 +161,7 @@ def predict(
         groups = observe.expected_groups(parts.model, policy, strategy, config.sharding.wrap)
         most = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         run = min(most, parts.microbatches)
-        trace = trace_steps(config, parts, world, policy, microbatches=run)
+        trace = trace_steps(config, parts, world, policy, groups=groups, microbatches=run)
     communication = comm_volumes(
         trace.collectives, parts.microbatches, run, local, shards=strategy in SHARDED_STRATEGIES
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.errors import listed
 from distmp.parallel.blocks import find_blocks, outermost
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision.keep import modules_in_fp32
@@ -28,11 +30,12 @@ NO_MODULE = "(outside of modules)"
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules whose names differ only in numbers.
+    """Modules whose names differ only in numbers, and that the policy treats alike.
 
     Attributes:
-        name: Their name, with `*` for numbers.
-        modules: Number of modules.
+        name: Their name, with `*` for numbers. If the policy treats modules of this name
+            differently, the numbers of the group follow.
+        modules: Names of the modules.
         parameters: Number of elements of their own parameters; shared ones count once.
         stored: Dtype of the module's parameters, or of a rank's shards.
         updated: Dtype of the parameters that the optimizer updates.
@@ -44,7 +47,7 @@ class ModuleGroup:
     """
 
     name: str
-    modules: int
+    modules: tuple[str, ...]
     parameters: int
     stored: torch.dtype
     updated: torch.dtype
@@ -55,15 +58,18 @@ class ModuleGroup:
     low_precision: tuple[str, ...] = ()
 
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
 def group_name(name: str) -> str:
     """Return the name of a module with numbers replaced by `*`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return _NUMBER.sub("*", name)
 
 
 def expected_groups(
     model: nn.Module, policy: PrecisionPolicy, strategy: str, wrap: Sequence[str] = ()
 ) -> list[ModuleGroup]:
-    """Return the groups of modules that own parameters, in order of registration.
+    """Return the groups of modules that own parameters or are kept, in order of registration.
 
     Args:
         model: The model before a strategy changes it; its values do not matter.
@@ -78,19 +84,30 @@ def expected_groups(
     if policy.has_low_precision_matmuls:
         selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
         low_precision = set(map(id, selection.low_precision.values()))
-    kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
+    tops = modules_in_fp32(model, policy).values()
+    kept = {id(part) for top in tops for part in top.modules()}
+    shown = {id(top) for top in tops if next(top.parameters(), None) is None}
     groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
     counted: set[int] = set()
     for name, part in model.named_modules():
         own = [value for value in part.parameters(recurse=False) if id(value) not in counted]
-        if not own:
+        if not own and id(part) not in shown:
             continue
         counted.update(map(id, own))
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
         group = groups.get(key) or _group(key, part, policy, strategy)
-        count = sum(value.numel() for value in own)
-        groups[key] = replace(group, modules=group.modules + 1, parameters=group.parameters + count)
-    return list(groups.values())
+        count = group.parameters + sum(value.numel() for value in own)
+        groups[key] = replace(group, modules=(*group.modules, name), parameters=count)
+    groups_of_name = Counter(group.name for group in groups.values())
+    return [
+        replace(group, name=_with_numbers(group)) if groups_of_name[group.name] > 1 else group
+        for group in groups.values()
+    ]
+
+
+def _with_numbers(group: ModuleGroup) -> str:
+    numbers = listed([".".join(_NUMBER.findall(name)) for name in group.modules])
+    return f"{group.name} [{numbers}]"
 
 
 def _group(
@@ -103,13 +120,13 @@ def _group(
     # The optimizer updates FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
-    if sharded and not any(value.requires_grad for value in own):
+    if sharded and own and not any(value.requires_grad for value in own):
         held = own[0].dtype  # frozen shards keep it
     # FSDP2 has a communication dtype per group; flat buckets have one for all.
     reduces_in_fp32 = kept and sharded
     return ModuleGroup(
         name=name,
-        modules=0,
+        modules=(),
         parameters=0,
         stored=fp32 if kept else held,
         updated=updated,
@@ -202,19 +219,29 @@ class DtypeRecorder(TorchDispatchMode):
         model: The model, prepared by a strategy.
         layers: Its layers with low-precision matmuls: their formats are recorded in place of the
             dtype that emulates them.
+        groups: Its groups. Other modules are recorded by name, with `*` for numbers.
 
     Attributes:
         observed: What has been observed so far; the caller adds `accumulated`.
     """
 
-    def __init__(self, model: nn.Module, layers: LowPrecisionLayers | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LowPrecisionLayers | None,
+        groups: Sequence[ModuleGroup] = (),
+    ) -> None:
         super().__init__()
-        self.observed = ObservedDtypes(_stored(model), {}, set(), set(), {})
+        self.observed = ObservedDtypes({}, {}, set(), set(), {})
         self._in_low_precision_matmul = False
-        self._names = {
-            id(part): parameter_name(name).removeprefix("module.")
-            for name, part in model.named_modules()
-        }
+        self._groups = {name: group.name for group in groups for name in group.modules}
+        self._names: dict[int, str] = {}
+        for name, part in model.named_modules():
+            plain_name = parameter_name(name).removeprefix("module.")
+            group = self._group(plain_name) or type(part).__name__
+            self._names[id(part)] = group
+            for value in part.parameters(recurse=False):
+                self.observed.stored.setdefault(group, set()).add(value.dtype)
         self._running: list[str] = []
         self._hooks: list[Any] = []
         for name, state in layers.states.items() if layers is not None else ():
@@ -252,7 +279,7 @@ class DtypeRecorder(TorchDispatchMode):
         self.observed.computed.setdefault(name, {}).setdefault(kind, set()).update(relevant)
 
     def _watched(self, layer: str, product: Product) -> Product:
-        formats = self.observed.low_precision.setdefault(group_name(layer), set())
+        formats = self.observed.low_precision.setdefault(self._group(layer), set())
         names = {number_format: name for name, number_format in FORMATS.items()}
 
         def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -265,20 +292,14 @@ class DtypeRecorder(TorchDispatchMode):
 
         return watched
 
+    def _group(self, name: str) -> str:
+        return self._groups.get(name) or group_name(name)
+
     def _begin(self, module: nn.Module, args: Any) -> None:
-        name = self._names.get(id(module), NO_MODULE)
-        self._running.append(group_name(name) or type(module).__name__)
+        self._running.append(self._names.get(id(module), NO_MODULE))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
-
-
-def _stored(model: nn.Module) -> dict[str, set[torch.dtype]]:
-    stored: dict[str, set[torch.dtype]] = {}
-    for name, value in model.named_parameters():
-        owner = group_name(parameter_name(name).rpartition(".")[0]) or type(model).__name__
-        stored.setdefault(owner, set()).add(value.dtype)
-    return stored
 
 
 def _is_transform(dtype: torch.dtype) -> bool:

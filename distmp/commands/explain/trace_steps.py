@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.observe import DtypeRecorder, ObservedDtypes
+from distmp.commands.explain.observe import DtypeRecorder, ModuleGroup, ObservedDtypes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
@@ -221,6 +221,7 @@ def trace_steps(
     world: World,
     policy: PrecisionPolicy,
     *,
+    groups: Sequence[ModuleGroup] = (),
     steps: int = 2,
     microbatches: int | None = None,
 ) -> StepTrace:
@@ -231,6 +232,7 @@ def trace_steps(
         parts: Data, model and loss of the run.
         world: The process group; all its ranks must call this function, unless they are simulated.
         policy: The resolved policy.
+        groups: The groups of modules by which dtypes are recorded.
         steps: Number of steps; optimizer state exists from the second step on.
         microbatches: Number of microbatches to run per step; None runs all.
 
@@ -249,7 +251,7 @@ def trace_steps(
         average = _average(engine) if config.ema.decay > 0 else []
         memory.label(average, memory_parts.AVERAGE)
         low_precision = engine.low_precision_matmuls.layers
-        dtypes = DtypeRecorder(engine.model, low_precision)
+        dtypes = DtypeRecorder(engine.model, low_precision, groups)
         tracker = _PhaseTracker(engine, memory, recorder, parts.loss, dtypes.observed.accumulated)
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)

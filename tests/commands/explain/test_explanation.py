@@ -334,6 +334,17 @@ def test_memory_of_masters_and_sums_by_rank_count() -> None:
         assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", nightly("fsdp")])
+def test_kept_module_of_one_block_has_its_own_row(strategy: str) -> None:
+    kept = policy("bf16,keep_fp32=blocks.1.attention")
+    found = explain(run(precision=kept, strategy=strategy, model={"options": {"layers": 3}}), 2)
+    assert found.differences == []
+    groups = {group.name: seen(found, group) for group in found.groups}
+    assert groups["blocks.*.attention.output [1]"] == "fp32"
+    assert groups["blocks.*.attention.output [0, 2]"] == "bf16"
+    assert any("query_key_value [0, 2] " in line for line in report(found))
+
+
 @pytest.mark.nightly
 def test_observed_formats_agree_with_policy() -> None:
     for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
@@ -521,20 +532,17 @@ def explanation() -> Explanation:
 @pytest.mark.nightly
 def test_formats_of_real_step_match_policy(explanation: Explanation) -> None:
     assert explanation.differences == []
-    groups = {
-        (group.name, bool(group.low_precision)): seen(explanation, group)
-        for group in explanation.groups
-    }
-    assert groups["blocks.*.feed_forward.down", True] == "e4m3 e5m2"
-    assert groups["blocks.*.feed_forward.down", False] == "bf16"
+    groups = {group.name: seen(explanation, group) for group in explanation.groups}
+    assert groups["blocks.*.feed_forward.down [1]"] == "e4m3 e5m2"
+    assert groups["blocks.*.feed_forward.down [0]"] == "bf16"
 
 
 def test_matmuls_with_other_formats_are_reported(explanation: Explanation) -> None:
     observed, groups, fp8 = explanation.observed, explanation.groups, explanation.policy
-    wrong = {**observed.low_precision, "blocks.*.feed_forward.down": {"e4m3"}}
+    wrong = {**observed.low_precision, "blocks.*.feed_forward.down [1]": {"e4m3"}}
     assert [*differences(replace(observed, low_precision=wrong), groups, fp8)] == [
-        f"blocks.*.feed_forward.down has low-precision operands in e4m3, but the policy {fp8.name} "
-        "specifies e4m3 and e5m2"
+        "blocks.*.feed_forward.down [1] has low-precision operands in e4m3, but the policy "
+        f"{fp8.name} specifies e4m3 and e5m2"
     ]
     none = [*differences(replace(observed, low_precision={}), groups, fp8)]
     assert len(none) == 4

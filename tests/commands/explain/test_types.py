@@ -44,7 +44,7 @@ def test_every_parameter_is_in_one_group(tied: bool) -> None:
     full = model(tied=tied)
     groups = expected_groups(full, policy("bf16"), "ddp")
     assert sum(group.parameters for group in groups) == sum(p.numel() for p in full.parameters())
-    counts = {group.name: group.modules for group in groups}
+    counts = {group.name: len(group.modules) for group in groups}
     assert counts["blocks.*.attention.output"] == 3
     assert ("head" in counts) is not tied
 
@@ -73,12 +73,21 @@ def test_kept_module_is_separated_from_equal_ones() -> None:
     sequence = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     groups = expected_groups(sequence, policy("bf16,keep_fp32=2"), "single")
     assert [(group.name, group.kept, group.modules) for group in groups] == [
-        ("*", False, 1),
-        ("*", True, 1),
+        ("* [0]", False, ("0",)),
+        ("* [2]", True, ("2",)),
     ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kept_module_without_parameters_is_a_group(strategy: str) -> None:
+    sequence = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1), nn.ReLU())
+    groups = expected_groups(sequence, policy("bf16,keep_fp32=Softmax"), strategy)
+    found = [(group.name, group.kept, group.parameters) for group in groups]
+    assert found == [("* [0]", False, 6), ("* [1]", True, 0)]
 
 
 def test_groups_are_split_by_matmul_format() -> None:
     sequence = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     groups = expected_groups(sequence, policy("nvfp4,hp=2"), "single")
-    assert [(group.name, group.low_precision) for group in groups] == [("*", ("e2m1",)), ("*", ())]
+    found = [(group.name, group.low_precision) for group in groups]
+    assert found == [("* [0]", ("e2m1",)), ("* [2]", ())]
