@@ -86,6 +86,7 @@ class SplitResult:
         in_16_bits: Names of parameters whose gradient is held in 16 bits.
         reduction: A collective that has reduced in 16 bits; empty without one.
         is_unlike: Whether microbatches weight further losses differently, relative to the first.
+        others: Names of parameters of other optimizers, which count only for the norm.
     """
 
     name: str
@@ -100,6 +101,7 @@ class SplitResult:
     reduction: str = ""
     norm: float | None = None
     is_unlike: bool = False
+    others: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class _Predictions:
         kinds: Their classes, the wanted one first, then the simplest.
         factors: Class, value and text of each of their factors.
         mean: What is wanted, as text.
-        products: As of `SplitResult`, of parameters whose gradient is finite.
+        products: As of `SplitResult`, of parameters to compare whose gradient is finite.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
     """
@@ -226,7 +228,8 @@ class _Predictions:
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split, w = split, split.weights
         self.mean = TEXTS[wanted].removeprefix("agrees with ")
-        self.products = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
+        finite = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
+        self.products = finite
         *_, extra, self.measured = np.eye(w.size + 2)
         kinds, values = zip(*_coefficients(split), strict=True)
         rows = [np.append(np.broadcast_to(each, w.shape), [0, 0]) for each in values]
@@ -236,7 +239,8 @@ class _Predictions:
         self.factors = _factors(len(w), w.shape[1], most)
         factors = np.array([[value] for _, value, _ in self.factors])
         self._predicted = np.stack([right, added, *rows])[:, None] * factors
-        products = self.summed(self.products)
+        products = self.summed(finite)
+        self.products = {n: each for n, each in finite.items() if n not in split.others}
         # Of each prediction: how many times smaller it is than the gradient was before clipping.
         self.hidden = np.ones(self._predicted.shape[:2])
         if split.max_norm is not None:
@@ -262,12 +266,12 @@ class _Predictions:
         """Return the relative error of several parameters that arithmetic explains."""
         return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
-    def fits(self, name: str) -> set[int]:
+    def fits(self, name: str, *, exactly: bool = False) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
         errors = _norm(products, self._predicted - self.measured)
         is_rounded = bool(self.split.reduction) or name in self.split.in_16_bits
-        share = self.allowed([name]) + _ROUNDED * is_rounded
+        share = _TOLERANCE if exactly else self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {*np.flatnonzero(errors <= allowed).tolist()}
 
@@ -290,12 +294,16 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     """
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
-    broken = {n for each in predictions for n in each.split.products.keys() - each.products}
+    broken = {
+        n for p in predictions for n in p.split.products.keys() - p.split.others - p.products.keys()
+    }
     found = [mismatch("not_finite", sorted(broken)), *_compared(predictions)]
     summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.in_16_bits}
     found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
-    if reduction := max(split.reduction for split in splits):
-        names = sorted(splits[0].products.keys() - summed)
+    # Another tensor may have been reduced in 16 bits.
+    exact = all(0 in p.fits(n, exactly=True) for p in predictions for n in p.products)
+    if not exact and (reduction := max(split.reduction for split in splits)):
+        names = sorted(predictions[0].products.keys() - summed)
         size = _size(predictions, names)
         found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
     named = [each for each in found if each.parameters]
