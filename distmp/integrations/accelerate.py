@@ -389,8 +389,7 @@ def _check_shared(policy: PrecisionPolicy) -> None:
     used = AcceleratorState().mixed_precision if AcceleratorState._shared_state else own
     problem = (
         f"accelerate has one precision per process, and another Accelerator uses {used!r}; use"
-        " another process, or with Transformers, train before you create the TrainingArguments and"
-        " the trainer of another precision"
+        " another process, or with Transformers, train before you create the next TrainingArguments"
     )
     require(used == own, "precision.policy", policy.name, problem)
 

@@ -347,9 +347,8 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         self._backwards += 1
         # Lightning's automatic optimization divides by `accumulate_grad_batches`.
         automatic = self._in_trainer and model.automatic_optimization
-        self._weights.count_backward(
-            tensor, model.trainer.accumulate_grad_batches if automatic else None
-        )
+        divided_by = model.trainer.accumulate_grad_batches if automatic else None
+        self._weights.count_backward(tensor, divided_by)
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         if self._in_trainer:

@@ -261,17 +261,15 @@ class Audit:
             doubts["constant"] = "unless the loss has this weight on purpose: pass loss_sum="
             if found.text.startswith("0.5 times") and any(map(_may_be_halved, steps)):
                 doubts[found.kind] = "unless half the loss is wanted: pass loss_sum="
-            if any(loss.has_class_weights for step in steps for loss in step.losses):
-                doubts["miscounted"] = (
-                    "unless the sum of class weights is not meant: pass loss_sum="
-                )
+            # Class weights count otherwise than 0 or 1.
+            if any(loss.counted.ne(loss.counted.bool()).any() for s in steps for loss in s.losses):
+                doubts["miscounted"] = "unless class weights should not count: pass loss_sum="
             if any(step.has_other_terms for step in steps):
                 others = "backward has terms that do not depend on the model's outputs"
                 doubts["unexplained"] = doubts["miscounted"] = others
         if any(step.is_clipped_apart for step in steps):
             kinds = ("unexplained", "clipped", "constant", "shard_clipped", "weighted")
-            apart = "parts or values of the gradient are clipped separately"
-            doubts.update(dict.fromkeys(kinds, apart))
+            doubts |= dict.fromkeys(kinds, "parts or values of the gradient are clipped separately")
         if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             doubts["scheduler"] = "unless it depends on the number of the iteration on purpose"
         if doubt := doubts.get(found.kind):

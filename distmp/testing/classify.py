@@ -220,7 +220,7 @@ class _Predictions:
         kinds: Their classes, the wanted one first, then the simplest.
         factors: Class, value and text of each of their factors.
         mean: What is wanted, as text.
-        products: As of `SplitResult`, of parameters to compare whose gradient is finite.
+        products: As of `SplitResult`, of parameters whose gradient is finite.
         wanted: The combination that is right.
         measured: The combination that is the measured gradient.
     """
@@ -228,8 +228,7 @@ class _Predictions:
     def __init__(self, split: SplitResult, wanted: str, most: int) -> None:
         self.split, w = split, split.weights
         self.mean = TEXTS[wanted].removeprefix("agrees with ")
-        finite = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
-        self.products = finite
+        self.products = {n: each for n, each in split.products.items() if np.isfinite(each).all()}
         *_, extra, self.measured = np.eye(w.size + 2)
         kinds, values = zip(*_coefficients(split), strict=True)
         rows = [np.append(np.broadcast_to(each, w.shape), [0, 0]) for each in values]
@@ -239,8 +238,7 @@ class _Predictions:
         self.factors = _factors(len(w), w.shape[1], most)
         factors = np.array([[value] for _, value, _ in self.factors])
         self._predicted = np.stack([right, added, *rows])[:, None] * factors
-        products = self.summed(finite)
-        self.products = {n: each for n, each in finite.items() if n not in split.others}
+        products = self.summed(self.products)
         # Of each prediction: how many times smaller it is than the gradient was before clipping.
         self.hidden = np.ones(self._predicted.shape[:2])
         if split.max_norm is not None:
@@ -294,16 +292,14 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     """
     most = max(split.weights.shape[1] for split in splits)
     predictions = [_Predictions(split, wanted, most) for split in splits]
-    broken = {
-        n for p in predictions for n in p.split.products.keys() - p.split.others - p.products.keys()
-    }
+    broken = {n for each in predictions for n in each.split.products.keys() - each.products}
     found = [mismatch("not_finite", sorted(broken)), *_compared(predictions)]
     summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.in_16_bits}
     found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
-    # Another tensor may have been reduced in 16 bits.
-    exact = all(0 in p.fits(n, exactly=True) for p in predictions for n in p.products)
-    if not exact and (reduction := max(split.reduction for split in splits)):
-        names = sorted(predictions[0].products.keys() - summed)
+    names = sorted(splits[0].products.keys() - summed - splits[0].others - broken)
+    # Otherwise another tensor was reduced in 16 bits.
+    rounded = any(0 not in p.fits(name, exactly=True) for p in predictions for name in names)
+    if rounded and (reduction := max(split.reduction for split in splits)):
         size = _size(predictions, names)
         found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
     named = [each for each in found if each.parameters]
@@ -312,7 +308,7 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
 
 def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
-    names = dict.fromkeys(name for each in predictions for name in each.products)
+    names = dict.fromkeys(n for p in predictions for n in p.products if n not in p.split.others)
     labels = {
         name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
         for name in names

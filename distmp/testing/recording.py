@@ -61,11 +61,6 @@ class Loss(_Watched):
     is_sum: bool
     forwards: int
 
-    @property
-    def has_class_weights(self) -> bool:
-        """Whether elements count otherwise than once, or not at all."""
-        return not bool(((self.counted == 0) | (self.counted == 1)).all())
-
     def weight_and_scale(self) -> tuple[float, float]:
         """Return the number of its elements, and what backward has multiplied each by.
 
@@ -192,16 +187,9 @@ def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) ->
         found.apply_defaults()
         return found.arguments
     is_mean = means and func in (torch.mean, Tensor.mean) and len(args) == 1 and not kwargs
-    is_mean = is_mean and not _is_reduced(args[0])
+    # The mean of other means is none of single losses.
+    is_mean = is_mean and args[0].dim() > 0 and "Stack" not in str(args[0].grad_fn)
     return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
-
-
-def _is_reduced(tensor: Tensor) -> bool:
-    """Return whether a tensor is one number, or a stack of such tensors."""
-    node = tensor.grad_fn
-    is_stack = node is not None and node.name() == "StackBackward0"
-    parts = [part for part, _ in node.next_functions if part] if is_stack else []
-    return tensor.dim() == 0 or any(len(part._input_metadata[0].shape) == 0 for part in parts)
 
 
 @torch.no_grad()

@@ -62,10 +62,10 @@ class Reference:
         """
         numbers, stacked = self._of_all_ranks(step)
         ideal = self._of_all_ranks(replace(step, compute=torch.float64))[1] if exact else {}
-        self._require_repeated(stacked, ideal)
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
         split.norm = step.norm
+        split.others = {*stacked} - step.gradients.keys()
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]
         split.is_unlike = not bool(ratios.isclose(ratios[:1], rtol=0.01).all())
@@ -75,25 +75,16 @@ class Reference:
             if measured is not None and measured.itemsize == 2:
                 split.in_16_bits.add(name)
             split.products[name] = _products([*each.flatten(0, 1), added, flat])
-            if name not in step.gradients:
-                split.others.add(name)
             split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
             if name in ideal:
                 split.noise[name] = _noise(each - ideal[name], ideal[name].double().sum((0, 1)))
+        norms = {name: float(each.double().sum((0, 1)).norm()) for name, each in ideal.items()}
+        errors = [norm * split.noise[name] for name, norm in norms.items()]
+        noise = math.hypot(*errors) / (math.hypot(*norms.values()) or 1.0)
+        problem = "gradients cannot be repeated; draw random numbers only from default generators"
+        # NaN is a mismatch of its own.
+        require(not noise > _REPEATED, "error relative to float64", round(noise, 2), problem)
         return split
-
-    def _require_repeated(self, stacked: dict[str, Tensor], ideal: dict[str, Tensor]) -> None:
-        """Refuse gradients that are others each time they are computed."""
-        wanted = [each.double() for each in ideal.values()]
-        errors = [stacked[name] - each for name, each in ideal.items()]
-        error = math.hypot(*(float(each.double().norm()) for each in errors))
-        norm = math.hypot(*(float(each.sum((0, 1)).norm()) for each in wanted))
-        problem = (
-            "gradients cannot be repeated; draw random numbers from the default generators of"
-            " torch, numpy and Python, or none"
-        )
-        valid = not error > _REPEATED * norm  # NaN is found later
-        require(valid, "error relative to float64", round(error / (norm or 1.0), 2), problem)
 
     def mean(self, step: Step) -> dict[str, Tensor]:
         """Return the gradients of the mean over all microbatches of a step."""

@@ -210,7 +210,7 @@ def penalty(model: nn.Module) -> Tensor:
         ),
         (
             lambda model, batch: of_classes(model(batch[0]), batch[0]),
-            "unless the sum of class weights is not meant",
+            "unless class weights should not count",
         ),
         (lambda model, batch: of_both(model(batch[0]), *batch), "right"),
         (lambda model, batch: masked_in_place(model(batch[0]), batch[1]), "right"),
@@ -428,7 +428,7 @@ def test_random_numbers_of_an_own_generator_are_not_decided() -> None:
     model.model.norm.register_forward_hook(drop)
     report = audited(model, mean_of_means)
     assert (kinds(report), report.exit_code) == ([], 2)
-    assert "gradients cannot be repeated; draw random numbers from" in report.undecided[0]
+    assert "gradients cannot be repeated; draw random numbers only" in report.undecided[0]
 
 
 def test_clipping_of_scaled_gradients() -> None:

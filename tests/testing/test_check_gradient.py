@@ -140,7 +140,9 @@ def test_random_numbers_of_an_own_generator_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     model = Drawn(lambda x, training: 4 * x * torch.rand(x.shape, generator=generator).round())
     for train_step in (scripts.token_mean, scripts.microbatch_means):
-        with pytest.raises(ConfigError, match=r"relative to float64 = 0\.\d+: gradients cannot be"):
+        with pytest.raises(
+            ConfigError, match=r"relative to float64 = \d\.\d+: gradients cannot be"
+        ):
             check_gradient(train_step, model, samples())
 
 
