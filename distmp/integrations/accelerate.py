@@ -132,7 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         else:
             check_replicated(self.policy)
-        _check_first(arguments["mixed_precision"], self.policy)
+        _check_shared(self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
@@ -179,6 +179,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
+        _check_shared(self.policy)
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
             if self.shards:
@@ -203,6 +204,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
+        _check_shared(self.policy)
         super().backward(loss, **arguments)
         if self.policy.loss_scale is not None and self.scaler._latest_found_inf is None:
             for optimizer in self._optimizers:
@@ -232,7 +234,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _refuse_scaled_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step whose gradients did not go through the scaler."""
         unscaled = [checked.optimizer for checked in self.scaler._inspected.values()]
-        if optimizer in unscaled or not self.scaler._has_scaled:
+        if optimizer in unscaled or not self.scaler.has_scaled_gradients:
             return
         trained = {p for model in self._models for p in model.parameters() if p.grad is not None}
         # An optimizer may be inside of another one.
@@ -381,14 +383,15 @@ def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
     return int(steps) == 1
 
 
-def _check_first(used: str, policy: PrecisionPolicy) -> None:
-    """Refuse another precision than that of the first Accelerator: accelerate has one."""
-    first = AcceleratorState().mixed_precision if AcceleratorState._shared_state else used
+def _check_shared(policy: PrecisionPolicy) -> None:
+    """Refuse another precision than that of accelerate's state, which all Accelerators share."""
+    own = mixed_precision(policy)
+    used = AcceleratorState().mixed_precision if AcceleratorState._shared_state else own
     problem = (
-        f"accelerate has one precision per process, and an Accelerator already uses {first!r}; use"
-        " another process, or with Transformers, new TrainingArguments for each trainer"
+        f"accelerate has one precision per process, and another Accelerator uses {used!r}; use"
+        " another process, or with Transformers, train before you create the next TrainingArguments"
     )
-    require(first == used, "precision.policy", policy.name, problem)
+    require(used == own, "precision.policy", policy.name, problem)
 
 
 def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:

@@ -30,12 +30,15 @@ class DeferredGradScaler(DistributedGradScaler):
         rules: Rules of the loss scale.
         max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
             raises.
+
+    Attributes:
+        has_scaled_gradients: Whether `scale` was called since the last finished iteration.
     """
 
     def __init__(
         self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
     ) -> None:
-        self._due = False
+        self._due = self.has_scaled_gradients = False
         numbers = asdict(rules)
         super().__init__(
             device,
@@ -45,16 +48,20 @@ class DeferredGradScaler(DistributedGradScaler):
             **numbers,
         )
 
+    def register(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Register optimizers, also those in wrappers of accelerate or Lightning."""
+        super().register(*map(unwrapped, optimizers))
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale when the next backward starts; set `new_scale` immediately."""
         self._due = True
         if new_scale is not None:
-            self._due = False
-            super().update(new_scale)
+            self._finish_iteration(new_scale)
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
         """Finish the last iteration, and multiply tensors by the scale."""
         self._finish_iteration()
+        self.has_scaled_gradients = True
         return super().scale(outputs)
 
     def will_skip(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -85,7 +92,14 @@ class DeferredGradScaler(DistributedGradScaler):
         for member in members:
             setattr(member.optimizer, FOUND_INF, total.found_inf)
 
-    def _finish_iteration(self) -> None:
+    def _finish_iteration(self, new_scale: float | Tensor | None = None) -> None:
         if self._due:
-            self._due = False
-            super().update()
+            self._due = self.has_scaled_gradients = False
+            super().update(new_scale)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of a wrapper of accelerate or Lightning."""
+    # Lightning's `LightningOptimizer` and `_FabricOptimizer` have `_strategy`.
+    is_wrapper = hasattr(optimizer, "accelerator_state") or hasattr(optimizer, "_strategy")
+    return optimizer.optimizer if is_wrapper else optimizer

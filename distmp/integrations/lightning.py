@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from distmp.errors import ConfigError, TrainingError, argument_names, require
-from distmp.integrations.deferred_scaler import FOUND_INF, DeferredGradScaler
+from distmp.integrations.deferred_scaler import FOUND_INF, DeferredGradScaler, unwrapped
 from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
@@ -273,15 +273,16 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         Do not register optimizers that have separate backward passes, as in a GAN.
         """
         if self.scaler is not None:
-            self.scaler.register(*(_unwrapped(optimizer) for optimizer in optimizers))
+            self.scaler.register(*optimizers)
 
     def weighted_loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
         """Return the loss of a microbatch, such that a step has the gradient of the global mean.
 
         The gradient is that of the sum of all losses divided by the sum of all weights, over all
         microbatches and ranks of a step. Use it for every microbatch of every rank, with one
-        optimizer, and do not divide the result, which causes a warning. A step waits for the
-        device, to read the sum of weights.
+        optimizer, and do not divide the result, which causes a warning. Gradients that `zero_grad`
+        removes without a step keep their weight, so the next step would be too small: leave out a
+        microbatch before its loss. A step waits for the device, to read the sum of weights.
 
         Args:
             loss_sum: 0-dim sum of the losses of the samples or tokens of this microbatch. A loss
@@ -346,7 +347,8 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         self._backwards += 1
         # Lightning's automatic optimization divides by `accumulate_grad_batches`.
         automatic = self._in_trainer and model.automatic_optimization
-        self._weights.count_backward(tensor, divisions=1 if automatic else 0)
+        divided_by = model.trainer.accumulate_grad_batches if automatic else None
+        self._weights.count_backward(tensor, divided_by)
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
         if self._in_trainer:
@@ -426,8 +428,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
         The Trainer has no public hook between backward and these hooks, which read gradients.
         """
-        automatic = model.automatic_optimization
-        self._unscale(optimizer, model.trainer.accumulate_grad_batches if automatic else 1)
+        self._unscale(optimizer)
         super()._after_closure(model, optimizer)
         if self.scaler is None:
             self._unscaled.pop(id(optimizer), None)
@@ -461,15 +462,15 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the norm of the unscaled gradient over all ranks, for the Trainer."""
-        self._unscale(_unwrapped(optimizer))
-        self._clipper.clip_grad_norm_(_unwrapped(optimizer), clip_val)
+        self._unscale(unwrapped(optimizer))
+        self._clipper.clip_grad_norm_(unwrapped(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each value of the unscaled gradient, for the Trainer."""
-        self._unscale(_unwrapped(optimizer))
-        super().clip_grad_by_value(_unwrapped(optimizer), clip_val)
+        self._unscale(unwrapped(optimizer))
+        super().clip_grad_by_value(unwrapped(optimizer), clip_val)
 
-    def _unscale(self, optimizer: Any, divided_by: int = 1) -> None:
+    def _unscale(self, optimizer: Any) -> None:
         """Unscale gradients and divide them by the weights, unless that was done for this step."""
         self._weights.compare_use()
         if self.scaler is None and not self._weights.in_use:
@@ -479,7 +480,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
             return
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        self._weights.divide(optimizer, divided_by)
+        self._weights.divide(optimizer)
         self._unscaled[id(optimizer)] = self._backwards
 
     def _check_unscaled(self, optimizer: Any) -> None:
@@ -517,12 +518,6 @@ def _package_in_use() -> str:
     )
     require(len(found) == 1, "package", None, problem)
     return found[0]
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside of Lightning's wrappers of optimizers."""
-    # `LightningOptimizer` and `_FabricOptimizer` both have `optimizer` and `_strategy`.
-    return optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
 
 
 def _restored(cls: type[MixedPrecision], package: str, state: dict[str, Any]) -> MixedPrecision:

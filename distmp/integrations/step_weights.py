@@ -49,6 +49,7 @@ class StepWeights:
         self._weight: Tensor | float = 0.0
         self._losses = 0
         self._backwards = 0
+        self._divided_by = 1
 
     def loss(self, loss_sum: Tensor, weight: Tensor | float) -> Tensor:
         """Return the loss of a microbatch; see `MixedPrecision.weighted_loss`."""
@@ -69,15 +70,17 @@ class StepWeights:
         loss: Tensor = MeanLoss.apply(loss_sum, mean, factor)
         return loss
 
-    def count_backward(self, loss: Tensor, divisions: int) -> None:
+    def count_backward(self, loss: Tensor, divided_by: int | None = None) -> None:
         """Count the backward of a microbatch; warn if its loss is divided once more.
 
         Args:
             loss: The loss on which backward is called.
-            divisions: How often the framework divides the result of `weighted_loss`.
+            divided_by: What the framework has divided the result of `weighted_loss` by; None if it
+                has not divided it.
         """
         self._backwards += 1
-        node = loss.grad_fn
+        self._divided_by = divided_by or 1
+        node, divisions = loss.grad_fn, 0 if divided_by is None else 1
         while node is not None and node.name() == "DivBackward0":
             node, divisions = node.next_functions[0][0], divisions - 1
         is_weighted = node is not None and node.name() == f"{MeanLoss.__name__}Backward"
@@ -108,12 +111,11 @@ class StepWeights:
             )
 
     @torch.no_grad()
-    def divide(self, optimizer: torch.optim.Optimizer, divided_by: int) -> None:
+    def divide(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn the gradients of the sum into those of the mean; waits for the device.
 
         Args:
             optimizer: The optimizer whose step is next.
-            divided_by: What the framework has divided each loss by.
 
         Raises:
             ConfigError: If the weights of a step belong to several optimizers.
@@ -133,7 +135,7 @@ class StepWeights:
         missing = float(self._losses != self._backwards)
         sums = torch.tensor([float(self._weight), missing, self._losses], dtype=torch.float64)
         weight, ranks_that_miss, microbatches = self._ranks.all_reduce(sums).tolist()
-        losses, backwards = self._losses, self._backwards
+        losses, backwards, divided_by = self._losses, self._backwards, self._divided_by
         self.begin_step()
         if ranks_that_miss:
             raise TrainingError(

@@ -261,19 +261,28 @@ class Audit:
             doubts["constant"] = "unless the loss has this weight on purpose: pass loss_sum="
             if found.text.startswith("0.5 times") and any(map(_may_be_halved, steps)):
                 doubts[found.kind] = "unless half the loss is wanted: pass loss_sum="
+            # Class weights count otherwise than 0 or 1.
+            if any(loss.counted.ne(loss.counted.bool()).any() for s in steps for loss in s.losses):
+                doubts["miscounted"] = "unless class weights should not count: pass loss_sum="
             if any(step.has_other_terms for step in steps):
                 others = "backward has terms that do not depend on the model's outputs"
                 doubts["unexplained"] = doubts["miscounted"] = others
         if any(step.is_clipped_apart for step in steps):
-            doubts["unexplained"] = "parts or values of the gradient are clipped separately"
+            kinds = ("unexplained", "clipped", "constant", "shard_clipped", "weighted")
+            doubts |= dict.fromkeys(kinds, "parts or values of the gradient are clipped separately")
+        if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            doubts["scheduler"] = "unless it depends on the number of the iteration on purpose"
         if doubt := doubts.get(found.kind):
             return replace(found, kind="", text=f"{found.text}; {doubt}")
         return found
 
     def _compare(self) -> None:
         reference, ranks = Reference(self._model, self._loss_sum), Ranks(None)
+        trained = gradients.trained_parameters(self._model)
+        held = gradients.held_parameters(self._model, self._optimizer)
         for step in self._steps:
-            step.gradients = gradients.full_gradients(self._model, step.gradients)
+            full = gradients.full_gradients(self._model, step.gradients)
+            step.gradients = {name: full[name] for name, p in trained.items() if p in held}
             step.former = gradients.full_gradients(self._model, step.former)
         # Float64 takes long, and only shows which differences are rounding errors.
         for exact in (False, True):
@@ -288,10 +297,9 @@ class Audit:
         if any(split.is_unlike for split in splits):
             text = "several, whose weights relative to the first one differ between microbatches"
             self._not_decided("losses", f"{text}; pass loss_sum=")
-        trained = sorted(gradients.trained_parameters(self._model))
         wrong = {name for each in found for name in each.parameters}
-        for name in trained:
-            if name not in wrong and all(step.gradients[name] is None for step in self._steps):
+        for name in sorted(step.gradients.keys() - wrong):
+            if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = checksum([each.batch for step in self._steps for each in step.forwards])
         sums = {n: checksum([step.state[n] for step in self._steps]) for n in trained}
@@ -336,7 +344,7 @@ def audit(
 
     Args:
         model: The model, plain or wrapped.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or one of several; gradients of its parameters are compared.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
             plain model, and with what the model was called with: keywords as a dict, or positional
             arguments. By default, the sum of the first loss function of torch that is called.

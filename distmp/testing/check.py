@@ -49,7 +49,8 @@ def check_gradient(
         train_step: Your code, called as `train_step(model, microbatches)` with the microbatches of
             this rank. It leaves gradients where the optimizer would find them, or returns them by
             name of parameter. Gradients are removed before each call. It may wrap the model, and
-            change microbatches in place.
+            change microbatches in place. If the model draws random numbers, as dropout does, it
+            visits microbatches in their order, with one forward each, and does not compile.
         model: The model, plain or wrapped in DDP or FSDP.
         samples: At least three per rank, such as dicts of tensors with `labels` or pairs of inputs
             and labels; each without a batch dimension.

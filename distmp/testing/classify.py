@@ -86,6 +86,7 @@ class SplitResult:
         in_16_bits: Names of parameters whose gradient is held in 16 bits.
         reduction: A collective that has reduced in 16 bits; empty without one.
         is_unlike: Whether microbatches weight further losses differently, relative to the first.
+        others: Names of parameters of other optimizers, which count only for the norm.
     """
 
     name: str
@@ -100,6 +101,7 @@ class SplitResult:
     reduction: str = ""
     norm: float | None = None
     is_unlike: bool = False
+    others: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -262,12 +264,12 @@ class _Predictions:
         """Return the relative error of several parameters that arithmetic explains."""
         return _TOLERANCE + 2 * max(self.split.noise.get(name, 0.0) for name in names)
 
-    def fits(self, name: str) -> set[int]:
+    def fits(self, name: str, *, exactly: bool = False) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
         errors = _norm(products, self._predicted - self.measured)
         is_rounded = bool(self.split.reduction) or name in self.split.in_16_bits
-        share = self.allowed([name]) + _ROUNDED * is_rounded
+        share = _TOLERANCE if exactly else self.allowed([name]) + _ROUNDED * is_rounded
         allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
         return {*np.flatnonzero(errors <= allowed).tolist()}
 
@@ -294,8 +296,10 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     found = [mismatch("not_finite", sorted(broken)), *_compared(predictions)]
     summed = {name for split in splits if split.weights.shape[1] > 1 for name in split.in_16_bits}
     found.append(mismatch("summed_in_16_bits", sorted(summed), "", _size(predictions, summed)))
-    if reduction := max(split.reduction for split in splits):
-        names = sorted(splits[0].products.keys() - summed)
+    names = sorted(splits[0].products.keys() - summed - splits[0].others - broken)
+    # Otherwise another tensor was reduced in 16 bits.
+    rounded = any(0 not in p.fits(name, exactly=True) for p in predictions for name in names)
+    if rounded and (reduction := max(split.reduction for split in splits)):
         size = _size(predictions, names)
         found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
     named = [each for each in found if each.parameters]
@@ -304,7 +308,7 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
 
 def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
     """Explain all parameters with as few classes as possible."""
-    names = dict.fromkeys(name for each in predictions for name in each.products)
+    names = dict.fromkeys(n for p in predictions for n in p.products if n not in p.split.others)
     labels = {
         name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
         for name in names

@@ -187,6 +187,8 @@ def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) ->
         found.apply_defaults()
         return found.arguments
     is_mean = means and func in (torch.mean, Tensor.mean) and len(args) == 1 and not kwargs
+    # The mean of other means is none of single losses.
+    is_mean = is_mean and args[0].dim() > 0 and "Stack" not in str(args[0].grad_fn)
     return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
 
 

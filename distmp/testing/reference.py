@@ -31,6 +31,8 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
 Cast = Callable[[Tensor], Tensor]
 # Rows that fit into the cache, and elements that show the factors of shards.
 _CHUNK, _SHOWN = 2**16, 1024
+# Error of the dtypes of the run, relative to the whole gradient, beyond which nothing is shown.
+_REPEATED = 0.1
 # Reductions of more than 16 elements.
 _IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
 
@@ -63,6 +65,7 @@ class Reference:
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
         split.norm = step.norm
+        split.others = {*stacked} - step.gradients.keys()
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]
         split.is_unlike = not bool(ratios.isclose(ratios[:1], rtol=0.01).all())
@@ -75,6 +78,12 @@ class Reference:
             split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
             if name in ideal:
                 split.noise[name] = _noise(each - ideal[name], ideal[name].double().sum((0, 1)))
+        norms = {name: float(each.double().sum((0, 1)).norm()) for name, each in ideal.items()}
+        errors = [norm * split.noise[name] for name, norm in norms.items()]
+        noise = math.hypot(*errors) / (math.hypot(*norms.values()) or 1.0)
+        problem = "gradients cannot be repeated; draw random numbers only from default generators"
+        # NaN is a mismatch of its own.
+        require(not noise > _REPEATED, "error relative to float64", round(noise, 2), problem)
         return split
 
     def mean(self, step: Step) -> dict[str, Tensor]:

@@ -84,18 +84,23 @@ def test_overflow_on_one_rank_skips_all() -> None:
 
 @ranks(1)
 def test_each_optimizer_knows_whether_it_was_skipped() -> None:
-    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
-    model = make_model()
-    own = [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in (0, 3)]
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in own]
-    model, *prepared = accelerator.prepare(model, *own, *schedules)
-    accelerator.backward(model(batch(0, 0)).square().mean())
-    accelerator.unwrap_model(model)[0].weight.grad.fill_(torch.inf)
-    for each in prepared:
-        each.step()
-    assert [each.step_was_skipped for each in prepared[:2]] == [True, False]
-    assert [each.get_last_lr() for each in prepared[2:]] == [[0.1], [0.05]]
-    AcceleratorState._reset_state(reset_partial_state=True)
+    for registered in (False, True):
+        accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+        model = make_model()
+        own = [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in (0, 3)]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in own]
+        model, *prepared = accelerator.prepare(model, *own, *schedules)
+        accelerator.scaler.register(*prepared[: 2 * registered])
+        accelerator.backward(model(batch(0, 0)).square().mean())
+        accelerator.unwrap_model(model)[0].weight.grad.fill_(torch.inf)
+        for each in prepared:
+            each.step()
+        assert [each.step_was_skipped for each in prepared[:2]] == [True, registered]
+        assert [each.get_last_lr() for each in prepared[2:]] == [
+            [0.1],
+            [0.1 if registered else 0.05],
+        ]
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @ranks(1)
@@ -361,6 +366,23 @@ def test_gradients_that_are_still_scaled_are_noticed() -> None:
 
 
 @ranks(1)
+def test_model_of_a_finished_training_can_be_trained_otherwise() -> None:
+    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+    module = make_model()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    other = torch.optim.AdamW(module.parameters())
+    accelerator.backward(model(batch(0, 0)).square().mean())
+    optimizer.step()
+    assert accelerator.scaler.get_scale() == RULES.init
+    module.zero_grad()
+    module(batch(1, 0)).square().mean().backward()
+    other.step()
+    accelerator.backward(model(batch(2, 0)).square().mean())
+    with pytest.raises(ConfigError, match=r"optimizer = 'AdamW': .*pass it to accelerator"):
+        other.step()
+
+
+@ranks(1)
 def test_state_without_scaler_starts_loss_scale_anew(tmp_path: Path) -> None:
     for name in ("bf16-autocast", "fp16-autocast"):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -429,6 +451,16 @@ def test_later_accelerator_uses_policy_of_first() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     assert Accelerator().policy == policy("bf16-autocast")
+
+
+@ranks(1)
+def test_precision_of_a_later_accelerator_is_refused() -> None:
+    first, model = Accelerator("fp16-autocast"), make_model()
+    AcceleratorState._reset_state()  # as new TrainingArguments do
+    Accelerator("fp32")
+    for use, argument in ((first.prepare_model, model), (first.backward, model(batch(0, 0)).sum())):
+        with pytest.raises(ConfigError, match="another Accelerator uses 'no'; use another proc"):
+            use(argument)
 
 
 @ranks(1)

@@ -351,8 +351,8 @@ def test_step_weights_divide_gradients_on_gpu() -> None:
     for index, size in enumerate((1, 5)):
         losses = per_sample(model, batch(index, 0, size).cuda())
         weights.loss(losses.sum(), torch.tensor(size, device="cuda")).backward()
-        weights.count_backward(losses.sum(), divisions=0)
-    weights.divide(optimizer, 1)
+        weights.count_backward(losses.sum())
+    weights.divide(optimizer)
     optimizer.step()
     wanted, _ = reference([[batch(0, 0, 1), batch(1, 0, 5)]])
     assert_weights(_Holder(model.cpu()), wanted, 1e-5)

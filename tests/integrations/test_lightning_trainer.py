@@ -81,6 +81,7 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
         overflow_at: The step; None for none.
         ignored: Name of a parameter that DDP does not reduce.
         weighted: Whether the loss is the sum with its weight.
+        clipped_after: Indices of the batches after whose backward gradients are clipped.
         shard: Called with the net in `configure_model`.
     """
 
@@ -107,6 +108,9 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
             return losses.mean()
 
         def on_after_backward(self) -> None:
+            if self.trainer.fit_loop.epoch_loop.batch_idx in options.get("clipped_after", ()):
+                limit = {"gradient_clip_val": 1e9, "gradient_clip_algorithm": "norm"}
+                self.clip_gradients(self.optimizers(), **limit)
             if self.global_step == options.get("overflow_at") and rank() == 1:
                 gradient = self.net[2].bias.grad
                 local(gradient if not hasattr(gradient, "to_local") else self.net[0].weight.grad)[
@@ -257,9 +261,9 @@ def _check_weights(pl: Any) -> None:
     steps = [slice(0, 3), slice(3, 6), slice(6, 7)]
     wanted, _ = reference([[*batches[0][step], *batches[1][step]] for step in steps])
     options: dict[str, Any] = {"accumulate_grad_batches": 3}
-    for policy, tolerance in (("fp32", 1e-6), ("fp16-autocast", 1e-3)):
+    for policy, tolerance, clipped in (("fp32", 1e-6, (2, 5, 6)), ("fp16-autocast", 1e-3, ())):
         plugin = MixedPrecision(policy, loss_scale=RULES if policy != "fp32" else None)
-        module = make_module(pl, sgd, weighted=True)
+        module = make_module(pl, sgd, weighted=True, clipped_after=clipped)
         make_trainer(pl, plugin, 3, **options).fit(module, loader(batches[rank()]))
         assert_weights(module, wanted, tolerance)
     # Lightning averages microbatches, and divides the single one of the last step by 3.

@@ -201,6 +201,17 @@ def penalty(model: nn.Module) -> Tensor:
         (lambda model, batch: model(batch[0]).square().mean(), "right"),
         (lambda model, batch: -model(batch[0]).sigmoid().mean(), "right"),
         (lambda model, batch: model(batch[0]).square().sum(), "no loss function of torch"),
+        (lambda model, batch: model(batch[0]).square().sum().mean(), "no loss function of torch"),
+        (
+            lambda model, batch: torch.stack(
+                [model(row).square().sum() for row in batch[0]]
+            ).mean(),
+            "no loss function of torch",
+        ),
+        (
+            lambda model, batch: of_classes(model(batch[0]), batch[0]),
+            "unless class weights should not count",
+        ),
         (lambda model, batch: of_both(model(batch[0]), *batch), "right"),
         (lambda model, batch: masked_in_place(model(batch[0]), batch[1]), "right"),
     ],
@@ -242,6 +253,11 @@ def test_a_loss_of_several_forwards_is_not_decided() -> None:
 def of_both(logits: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     return loss + 0.1 * F.mse_loss(logits[..., 0], labels.float())
+
+
+def of_classes(logits: Tensor, tokens: Tensor) -> Tensor:
+    weight = torch.arange(1.0, scripts.VOCABULARY + 1)
+    return F.cross_entropy(logits.mT, tokens, weight, reduction="sum") / tokens.numel()
 
 
 def masked_in_place(logits: Tensor, labels: Tensor) -> Tensor:
@@ -402,6 +418,19 @@ def test_random_numbers_of_forwards_are_drawn_again() -> None:
         assert kinds(wrong) == ["microbatch_means"], str(wrong)
 
 
+def test_random_numbers_of_an_own_generator_are_not_decided() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drop(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * (torch.rand(output.shape, generator=generator) < 0.5) * 2
+
+    model = Labelled()
+    model.model.norm.register_forward_hook(drop)
+    report = audited(model, mean_of_means)
+    assert (kinds(report), report.exit_code) == ([], 2)
+    assert "gradients cannot be repeated; draw random numbers only" in report.undecided[0]
+
+
 def test_clipping_of_scaled_gradients() -> None:
     def scaled(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
         token_mean(model, batches)
@@ -424,10 +453,14 @@ def test_parts_that_are_clipped_separately_are_not_decided() -> None:
         for parameter in model.parameters():
             clip_grad_norm_(parameter, 0.01)
 
+    def clip_one(model: nn.Module) -> None:
+        clip_grad_norm_(model.model.embedding.parameters(), 0.01)
+        clip_grad_norm_([*model.parameters()][1:], 1e9)
+
     def clip_values(model: nn.Module) -> None:
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
-    for clip in (clip_some, clip_each, clip_values):
+    for clip in (clip_some, clip_each, clip_one, clip_values):
         report = audited(Labelled(), token_mean, clip)
         assert report.exit_code == 2
         assert "parts or values of the gradient are clipped" in report.undecided[0]
@@ -458,15 +491,19 @@ def test_parameters_without_gradient_are_not_decided() -> None:
 
 def test_parameters_of_several_optimizers() -> None:
     model = Labelled()
-    first, second = (
+    both = [
         torch.optim.SGD(parameters, lr=0.1)
         for parameters in ([*model.parameters()][:2], [*model.parameters()][2:])
-    )
-    with distmp.audit(model, first) as audit:
-        token_mean(model, microbatches(0))
-        first.step()
-        second.step()
-    assert kinds(audit.report) == []
+    ]
+    for audited_one in both:
+        with distmp.audit(model, audited_one) as audit:
+            for step in range(2):
+                token_mean(model, microbatches(step))
+                clip_grad_norm_(model.parameters(), 0.1)
+                for optimizer in both:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert audit.report.exit_code == 0, str(audit.report)
 
 
 @pytest.mark.parametrize(
@@ -655,11 +692,12 @@ def test_optimizers_inside_of_backward_are_not_decided() -> None:
     assert audited(model, token_mean).exit_code == 0
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_scheduler_that_moves_on_after_a_skipped_step(right: bool) -> None:
+@pytest.mark.parametrize(("code", "by_iteration"), [(0, False), (1, False), (2, True)])
+def test_a_scheduler_that_moves_on_after_a_skipped_step(code: int, by_iteration: bool) -> None:
     model = Labelled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
+    if not by_iteration:
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=8)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with distmp.audit(model, optimizer) as audit:
         for step in range(3):
@@ -670,11 +708,12 @@ def test_a_scheduler_that_moves_on_after_a_skipped_step(right: bool) -> None:
             scaler.scale(torch.ones(()))
             scaler.step(optimizer)
             scaler.update()
-            if step != 1 or not right:
+            if by_iteration:
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 2)
+            elif step != 1 or code:
                 scheduler.step()
-    if right:
-        assert (audit.report.exit_code, audit.report.steps) == (0, 2), str(audit.report)
-    else:
+    assert (audit.report.exit_code, audit.report.steps) == (code, 2), str(audit.report)
+    if code == 1:
         ((kind, text),) = audit.report.mismatches
         assert kind == "scheduler"
         assert text == (
@@ -705,6 +744,13 @@ def test_microbatches_reduced_in_16_bits_and_summed_in_fp32() -> None:
     assert "reduce_scatter" in report.mismatches[0][1]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     report = audited(fully_shard(Labelled(), mp_policy=policy), token_mean)
+    assert report.exit_code == 0, str(report)
+
+    def with_counts(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        token_mean(model, batches)
+        dist.all_reduce(torch.zeros(64, dtype=torch.float16))
+
+    report = audited(DistributedDataParallel(Labelled()), with_counts)
     assert report.exit_code == 0, str(report)
 
 

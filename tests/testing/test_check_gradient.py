@@ -136,6 +136,16 @@ def test_random_numbers_are_those_of_the_step_in_every_dtype(draw: Any) -> None:
         assert kinds(train_step, model) == [kind]
 
 
+def test_random_numbers_of_an_own_generator_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Drawn(lambda x, training: 4 * x * torch.rand(x.shape, generator=generator).round())
+    for train_step in (scripts.token_mean, scripts.microbatch_means):
+        with pytest.raises(
+            ConfigError, match=r"relative to float64 = \d\.\d+: gradients cannot be"
+        ):
+            check_gradient(train_step, model, samples())
+
+
 def in_autocast(train_step: scripts.TrainStep, model: nn.Module, parts: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         train_step(model, parts)
