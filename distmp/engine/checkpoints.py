@@ -112,15 +112,12 @@ def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
     """
     own = described_optimizer(engine)[OPTIMIZER]
     stored = checkpoint.state.numbers.get(OPTIMIZER, own)
-    if {*stored} & {*own}:
-        return
-    raise ConfigError(
-        "directory",
-        str(checkpoint),
+    problem = (
         f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
         f"engine with {stored[0]}, or start with new optimizer state: "
-        "engine.load(directory, optimizer=False)",
+        "engine.load(directory, optimizer=False)"
     )
+    require(bool({*stored} & {*own}), "directory", str(checkpoint), problem)
 
 
 class Saves:
@@ -256,8 +253,8 @@ def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
 def _retention(keep: int | None) -> Retention:
     if keep is None:
         return Retention(sys.maxsize)
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ConfigError("keep", keep, "use 1 or more checkpoints, or None to keep all")
+    valid = type(keep) is int and keep >= 1
+    require(valid, "keep", keep, "use 1 or more checkpoints, or None to keep all")
     return Retention(keep)
 
 
