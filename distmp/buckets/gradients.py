@@ -74,7 +74,7 @@ from distmp.buckets.used_parameters import UsedParameters, weights_used_once
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.comparison import check_same, describe_parameters
 from distmp.distributed.failing_together import explain_lost_peers
-from distmp.errors import ConfigError, TrainingError, require
+from distmp.errors import TrainingError, require
 from distmp.scaling.norms import CHUNK, chunk_norms
 
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
@@ -694,24 +694,20 @@ def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
 
 def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) -> None:
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(name, value, "must be True or False")
-    is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):
-        raise ConfigError("bucket_bytes", bucket_bytes, "use an integer above 0, or None")
+        require(isinstance(value, bool), name, value, "must be True or False")
+    valid = bucket_bytes is None or (type(bucket_bytes) is int and bucket_bytes > 0)
+    require(valid, "bucket_bytes", bucket_bytes, "use an integer above 0, or None")
     problem = "use torch.float32, torch.bfloat16 or torch.float16"
     require(reduce_dtype in SUMMED_DTYPES, "reduce_dtype", reduce_dtype, problem)
 
 
 def _check_group(group: object) -> None:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if group is None and several:
-        raise ConfigError(
-            "group",
-            None,
-            f"reduces nothing, and there are {dist.get_world_size()} ranks; use "
-            "torch.distributed.group.WORLD, or a group of this rank alone",
-        )
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    problem = (
+        f"reduces nothing, and there are {ranks} ranks; use torch.distributed.group.WORLD, or a "
+        "group of this rank alone"
+    )
+    require(group is not None or ranks == 1, "group", None, problem)
     problem = "is not a process group; use torch.distributed.group.WORLD"
     require(isinstance(group, dist.ProcessGroup | None), "group", group, problem)
 

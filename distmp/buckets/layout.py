@@ -73,7 +73,7 @@ class BucketLayout:
             flat: A flat buffer, shape (size,).
         """
         return [
-            flat.as_strided(parameter.shape, _dense_strides(parameter), offset)
+            flat.as_strided(parameter.shape, dense_strides(parameter), offset)
             for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
 
@@ -177,7 +177,8 @@ def _cut_into_runs(
     return runs
 
 
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter if it is dense, otherwise those of a dense copy."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
@@ -187,7 +188,7 @@ def _layout(run: Sequence[tuple[str, nn.Parameter]], multiple_of: int) -> Bucket
         offsets.append(end)
         end += _round_up(parameter.numel(), ALIGNMENT)
     names, parameters = zip(*run, strict=True)
-    return BucketLayout(names, parameters, tuple(offsets), _round_up(end, multiple_of))
+    return BucketLayout(names, parameters, tuple(offsets), _round_up(max(end, 1), multiple_of))
 
 
 def _round_up(count: int, multiple_of: int) -> int:

@@ -120,6 +120,11 @@ class UsedParameters:
         """
         self._skipped = skipped
 
+    def end_failed_step(self) -> None:
+        """Do not count a step that has failed before `end_step`."""
+        if self._skipped is None:
+            self._newly_used = set()
+
     @property
     def not_known_as_used(self) -> Container[str]:
         """The parameters whose gradients have to be recorded."""

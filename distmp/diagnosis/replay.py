@@ -227,7 +227,7 @@ class StepInputs(NamedTuple):
         microbatches: The microbatches of the step on this rank.
         streams: Key of the random numbers of each microbatch, see `seed_generators`.
         losses: Loss sum of each microbatch, 0-dim, on the device.
-        weights: Weight of each microbatch, as returned by the loss function.
+        weights: Weight of each microbatch; 0 if the step dropped it.
         position: Number of the step, and index of the first microbatch in the global batch.
         formats: The formats of layers with low-precision matmuls, by name.
     """

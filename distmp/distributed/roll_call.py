@@ -65,13 +65,14 @@ class RollCall:
                 "order on every rank, or pass a longer timeout to init_process_group"
             ) from error
 
-    def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
+    def check_failed_everywhere(self, reached: str, problem: BaseException) -> None:
         """Wait until a call that failed on this rank is known to have failed on every rank.
 
         If this rank continued alone, its collectives would not match those of the others.
 
         Args:
-            failures: Number of calls that have failed on this rank, this one included.
+            reached: Number of calls that have failed on this rank, this one included, and how far
+                this one came. Ranks continue only if it is the same on all of them.
             problem: The error with which the call failed.
 
         Raises:
@@ -79,12 +80,12 @@ class RollCall:
         """
         error = TrainingError(
             f"the last call of the engine failed on rank {self._world.rank} of "
-            f"{self._world.world_size} ({type(problem).__name__}: {problem}) and not on every "
-            "other rank; ranks that still wait in it cannot be joined again, so end this rank and "
-            "start again from a checkpoint"
+            f"{self._world.world_size} ({type(problem).__name__}: {problem}) and not at "
+            "the same point on every other rank; ranks that still wait in it cannot be joined "
+            "again, so end this rank and start again from a checkpoint"
         )
         if (monitor := self._monitor()) is not None:
-            monitor.meet(f"failure {failures}", lambda statuses: error, FAILURE_SECONDS)
+            monitor.meet(f"failure {reached}", lambda statuses: error, FAILURE_SECONDS)
 
     def _monitor(self) -> RankMonitor | None:
         return None if self._world.group is None else rank_monitor.current()

@@ -252,8 +252,8 @@ def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
 def _retention(keep: int | None) -> Retention:
     if keep is None:
         return Retention(sys.maxsize)
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ConfigError("keep", keep, "use 1 or more checkpoints, or None to keep all")
+    valid = type(keep) is int and keep >= 1
+    require(valid, "keep", keep, "use 1 or more checkpoints, or None to keep all")
     return Retention(keep)
 
 

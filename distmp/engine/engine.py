@@ -268,6 +268,7 @@ class Engine:
             try:
                 outcome, stats = take_step(self._parts, batches, first_step, stop=bool(stop))
             except BaseException:
+                self._setup.strategy.used.end_failed_step()
                 # A device that has failed cannot copy; the error to tell is the first one.
                 with contextlib.suppress(RuntimeError):
                     self._setup.buffers.end_failed_step()
@@ -461,6 +462,8 @@ class Engine:
     def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has, so that it can be loaded in place.
 
+        Every rank has to call it. Until `finish_loading`, `step` and `save` are refused.
+
         Args:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
 
@@ -474,13 +477,14 @@ class Engine:
         return self._state.prepare(stored)
 
     def finish_loading(self, live: Mapping[str, Tensor]) -> None:
-        """Continue from values that were loaded into the live tensors.
+        """Continue from values that were loaded into the live tensors; every rank has to call it.
 
         Args:
             live: What `prepare_to_load` returned.
         """
         self._calls.counts["engine.load_state_dict"] += 1
         self._state.finish(live)
+        self._other_optimizer.accept_writes()
         self.holds_average = False
         self.loads += 1
         return_freed_memory()
@@ -488,15 +492,15 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state with the names and the sharding of this engine's `state_dict`.
 
-        Values are copied into the live tensors; then the parameters in the compute dtype are
-        derived from the FP32 weights.
+        Every rank has to call it. Values are copied into the live tensors; then the parameters in
+        the compute dtype are derived from the FP32 weights.
 
         Args:
             state: Tensors by name.
 
         Raises:
             CheckpointError: If the state lacks a tensor of this engine, or has another shape or
-                sharding.
+                sharding. The engine then refuses `step` and `save` until a load succeeds.
         """
         check_state(state)
         live = self.prepare_to_load(
@@ -534,7 +538,8 @@ class Engine:
         Raises:
             ConfigError: If an argument is invalid, such as a directory that is named like a file
                 (`model.pt`), or `numbers` differ between ranks.
-            TrainingError: Inside of `WeightAverage.as_weights`, or after an update that has failed.
+            TrainingError: Inside of `WeightAverage.as_weights`, or after an update or a load that
+                has failed.
             CheckpointError: On all ranks, if this checkpoint, or the previous one in the
                 background, could not be written. Earlier checkpoints are unchanged.
         """

@@ -46,6 +46,8 @@ class EngineCalls:
             than `Engine.step` was called. Ranks compare it too: a rank that leaves out a call
             makes as many calls as the others until they end, each with later microbatches.
         source: `StreamMicrobatches.source` of the latest microbatches, which ranks compare, too.
+        is_last: Whether the current or latest call has begun the last microbatch of a step, in
+            which gradients are reduced.
         weights: Checksum of each replicated weight before the first step, by name; ranks compare
             them in that step.
     """
@@ -55,6 +57,7 @@ class EngineCalls:
         self.counts = {"engine.step": 0, **{f"{name}.load_state_dict": 0 for name in loads}}
         self.steps_ahead = 0
         self.source = ""
+        self.is_last = False
         self.weights: dict[str, str] = {}
         self.number = 0 if world.group is None else next(_numbers)
         self._of_which = f" of engine {self.number}" if self.number > 1 else ""
@@ -92,12 +95,12 @@ class EngineCalls:
                 autocast_off(self._world.device),
             ):
                 if self._failure is not None:
-                    self._roll_call.check_failed_everywhere(self._failures, self._failure)
+                    reached = f"{self._failures} {self.is_last}"
+                    self._roll_call.check_failed_everywhere(reached, self._failure)
                     self._failure = None
-                if waits:
-                    self._roll_call.wait_for_all(f"engine.{name}(){self._of_which}")
-                else:
-                    self._roll_call.count(f"engine.{name}(){self._of_which}")
+                self.is_last = False
+                meet = self._roll_call.wait_for_all if waits else self._roll_call.count
+                meet(f"engine.{name}(){self._of_which}")
                 yield
         except BaseException as error:
             self._failure = self._failure or error

@@ -27,6 +27,7 @@ from distmp.precision.stochastic import INCREMENT, mixed
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import to_device
+from distmp.utils.tensor_trees import parameter_name
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
@@ -125,7 +126,8 @@ def _weights(device: torch.device) -> Tensor:
 
 def _replicated_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the local tensors that should be equal on all ranks."""
-    buffers = {f"model/{name}" for name, _ in module.named_buffers(remove_duplicate=False)}
+    names = (name for name, _ in module.named_buffers(remove_duplicate=False))
+    buffers = {f"model/{parameter_name(name)}" for name in names}
     entries = {name: tensor for name, tensor in state.items() if name not in buffers}
     for name, parameter in module.named_parameters():
         entries[f"module/{name}"] = parameter.detach()

@@ -26,6 +26,7 @@ from distmp.engine.setup import EngineSetup
 from distmp.engine.updates import RATE
 from distmp.errors import CheckpointError, listed
 from distmp.optim.state import (
+    check_complete,
     check_shapes,
     create_state,
     named_state,
@@ -118,9 +119,9 @@ class EngineState:
         self.divergence = DivergenceGuard(config.divergence, setup.device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=setup.device)
         self.counting = torch.tensor([[2.0, 2, 0], [1, 0, 0]]).to(setup.device)
-        self.nominal_weight = config.nominal_weight and round_up_to_power_of_two(
-            config.nominal_weight
-        )
+        weight = config.nominal_weight
+        self._configured_weight = weight and round_up_to_power_of_two(weight)
+        self.nominal_weight = self._configured_weight
         self.max_norm = config.max_norm
         self.seed = setup.first_seed
         self.steps = 0
@@ -196,36 +197,34 @@ class EngineState:
             has used.
 
         Raises:
-            CheckpointError: If there are phases, and the state has no number of tokens.
+            CheckpointError: If there are phases, and the state has no number of tokens, or if the
+                state of the optimizer is incomplete. The engine is unchanged.
         """
-        optimizer_state = _under("optimizer/", stored)
-        shapes = {
-            name: global_shape(self._strategy.as_stored(name, tensor))
-            for name, tensor in self._strategy.optimizer_parameters()
-        }
-        left_out = create_state(
-            self._updates.optimizer, self._updates.names, optimizer_state, shapes
-        )
-        if self._updates.skips_on_device:
-            prepare_for_device_skip(self._updates.optimizer)
-        self._strategy.used.unused = [
-            *_under(UNUSED, stored),
-            *never_updated(self._updates.optimizer, self._updates.names, optimizer_state),
-        ]
-        if left_out:
-            self._warn(
-                "the state contains optimizer state of %s, which this engine does not train "
-                "(frozen or missing); it is ignored",
-                left_out,
-            )
-        # Some optimizers create the state of a parameter before its first gradient.
-        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
-        live = self.tensors()
-        if TOKENS in live.keys() - stored.keys():
+        if self._products.schedule is not None and TOKENS not in stored:
             raise CheckpointError(
                 f"{PHASES}: the checkpoint lacks the number of tokens, which only runs with phases "
                 "count; remove the phases, or use them from the start of the run"
             )
+        optimizer_state = _under("optimizer/", stored)
+        shapes = {name: global_shape(tensor) for name, tensor in self.weights().items()}
+        optimizer, names = self._updates.optimizer, self._updates.names
+        check_complete(optimizer, names, optimizer_state)
+        self._updates.is_complete = False
+        left_out = create_state(optimizer, names, optimizer_state, shapes)
+        if self._updates.skips_on_device:
+            prepare_for_device_skip(optimizer)
+        self._strategy.used.unused = [
+            *_under(UNUSED, stored),
+            *never_updated(optimizer, names, optimizer_state),
+        ]
+        self._warn(
+            "the state contains optimizer state of %s, which this engine does not train "
+            "(frozen or missing); it is ignored",
+            left_out,
+        )
+        # Some optimizers create the state of a parameter before its first gradient.
+        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
+        live = self.tensors()
         kept = {name for name in live if name not in stored and name.startswith(unused)}
         kept |= {name for name in live if name.startswith(GROUP)}
         own = {name: tensor for name, tensor in live.items() if name not in kept}
@@ -239,12 +238,11 @@ class EngineState:
         rates, saved = ({n for n in names if _is_rate(n)} for names in (live, options))
         if rates != saved:
             options = {name: kind for name, kind in options.items() if name not in saved}
-            if rates:
-                self._warn(
-                    "the state has no %s for the parameter groups and the schedule of this engine: "
-                    "its learning rates stay unchanged",
-                    sorted(rates),
-                )
+            self._warn(
+                "the state has no %s for the parameter groups and the schedule of this engine: "
+                "its learning rates stay unchanged",
+                sorted(rates),
+            )
         return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in options.items()}
 
     @torch.no_grad()
@@ -284,13 +282,13 @@ class EngineState:
         self._updates.is_complete = True
         self._strategy.publish_weights()
         self.seed = int(live["engine/seed"])
-        self.nominal_weight = float(live["engine/nominal_weight"]) or None
+        self.nominal_weight = float(live["engine/nominal_weight"]) or self._configured_weight
         self._updates.max_applied = int(self.counts[0])
         self.steps = int(self.counts[:2].sum())
         self._products.continue_from_state()
 
     def _warn(self, message: str, names: list[str]) -> None:
-        if not self._is_quiet:
+        if names and not self._is_quiet:
             logger.warning(message, listed(names))
 
 

@@ -56,7 +56,7 @@ def take_step(
     # A number if it is fixed, with which the decision launches fewer kernels.
     scale = 1.0 if state.loss_scale.config is None else state.loss_scale.value
     setup.buffers.begin_step()
-    stats = _accumulate(setup, state, microbatches, first_step)
+    stats = _accumulate(parts, microbatches, first_step)
     current_phase.enter(DECISION)
     setup.clock.end()
     fingerprint = Fingerprint.of(parts.step_settings(), setup.world.world_size)
@@ -91,12 +91,10 @@ def take_step(
 
 
 def _accumulate(
-    setup: EngineSetup,
-    state: EngineState,
-    microbatches: Sequence[Any],
-    first_step: FirstStep | None,
+    parts: EngineParts, microbatches: Sequence[Any], first_step: FirstStep | None
 ) -> MicrobatchStats:
     """Run forward and backward of the microbatches, and reduce the gradients."""
+    setup, state = parts.setup, parts.state
     strategy, products = setup.strategy, setup.low_precision_matmuls
     reproducible = setup.config.reproducible
     count = len(microbatches)
@@ -112,7 +110,8 @@ def _accumulate(
         for index, batch in enumerate(microbatches):
             if reproducible:
                 setup.buffers.begin_microbatch(index)
-            strategy.begin_microbatch(last=index == count - 1)
+            parts.calls.is_last = index == count - 1
+            strategy.begin_microbatch(last=parts.calls.is_last)
             products.begin_microbatch(state.steps, index, count)
             stats.streams.append(f"{stream} {first + index}")
             current_phase.enter("forward of microbatch", index + 1)
@@ -238,9 +237,8 @@ def _outcome(
         return found
 
     def ranks_differ(found: dict[str, Any]) -> bool:
-        if not fingerprint.terms:
-            return False
-        return bool(cpu_number(fingerprint.differs(found["sums"][SUMS:])))
+        differs = fingerprint.terms and cpu_number(fingerprint.differs(found["sums"][SUMS:]))
+        return bool(differs)
 
     counts = {COUNTS: state.counts}
     return StepOutcome({"scale_exhausted": False, **counts, **values}, numbers, ranks_differ)

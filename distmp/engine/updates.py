@@ -20,10 +20,11 @@ from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.step_decision import PRESCALE, StepDecision, divisor_fits
 from distmp.utils.host_copy import cpu_number
+from distmp.utils.tensor_trees import checksum
 
 HALF_WAY = (
-    "the last engine.step failed in optimizer.step, so some weights may be updated and others not; "
-    "continue from a checkpoint (engine.load)"
+    "the last engine.step failed in optimizer.step, or a state was loaded in part, so some weights "
+    "may be changed and others not; continue from a checkpoint (engine.load)"
 )
 
 # End of the names of learning rates among the options.
@@ -47,7 +48,7 @@ class Updates:
         learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
         max_applied: Upper bound of the updates applied, known without waiting for the device.
-        is_complete: Whether the last update has ended, or a state was loaded since.
+        is_complete: Whether the last update or load has ended, or a state was loaded since.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class Updates:
         )
         self.max_applied = 0
         self.is_complete = True
-        self._has_schedule = schedule is not None
+        # Does not wait for the rates of a schedule, which are on the device.
+        self._scheduled = {} if schedule is None else {"lr": None}
         numbers = self._numbers().items()
         self._first = {name: value for name, value in numbers if not name.endswith(RATE)}
 
@@ -85,14 +87,14 @@ class Updates:
 
         Raises:
             ConfigError: If it was replaced, or has other tensors.
-            TrainingError: After an update that has failed.
+            TrainingError: After an update or a load that has failed.
         """
         if not self.is_complete:
             raise TrainingError(HALF_WAY)
         self.tensors.check(optimizer)
 
     def options(self) -> dict[str, Tensor]:
-        """Return copies of the numbers in parameter groups that a state contains, by `index/key`.
+        """Return copies of the numbers in parameter groups that a state contains, see `_numbers`.
 
         These are the learning rates, unless a schedule sets them, and what has changed, because
         some optimizers count in their groups. Other numbers are those of the configuration.
@@ -105,50 +107,56 @@ class Updates:
         """Set the numbers in parameter groups to those of a state, see `options`.
 
         Numbers that it lacks had not changed: they get their first value. Rates stay unchanged.
+        Numbers of groups with other parameters are ignored.
         """
         values = self._first | {name: to_number(tensor) for name, tensor in saved.items()}
+        groups = self._groups()
         for name, value in values.items():
-            index, _, key = name.partition("/")
-            if int(index) >= len(self.optimizer.param_groups):
-                continue
-            group = self.optimizer.param_groups[int(index)]
+            parameters, _, key = name.partition("/")
+            group = groups.get(parameters, {})
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = [*value] if isinstance(group.get(key), list) else value
 
     def _numbers(self) -> dict[str, Any]:
-        """Return the numbers in all groups by `index/key`, without the rates of a schedule."""
-        # Does not wait for these, which are on the device.
-        scheduled = {"lr": None} if self._has_schedule else {}
+        """Return the numbers in all groups by `group/key`, without the rates of a schedule."""
         return {
-            f"{index}/{key}": value
-            for index, group in enumerate(self.optimizer.param_groups)
-            for key, value in on_host({**group, **scheduled}, waits=True)
+            f"{name}/{key}": value
+            for name, group in self._groups().items()
+            for key, value in on_host({**group, **self._scheduled}, waits=True)
             if is_number(value)
         }
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """Return the parameter groups, each by a checksum of the names of its parameters."""
+        groups = {}
+        for group in self.optimizer.param_groups:
+            names = sorted(self.names.get(id(tensor), "") for tensor in group["params"])
+            groups[f"{checksum(names):08x}"] = group
+        return groups
 
     def apply(self, decision: StepDecision) -> None:
         """Step the optimizer, or leave weights and state unchanged, according to the decision."""
         self.is_complete = False
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
-            self.max_applied += 1
-            # Hooks of the user see, and may change, the gradients of the mean. Gradients that are
-            # rounded next are divided before that with and without hooks, which ranks may lack.
-            hooks = self.optimizer._optimizer_step_pre_hooks.values()
-            divides = self._rounds or any(not h.__module__.startswith("distmp.") for h in hooks)
-            if divides:
+            self.max_applied += 1  # the same bound on ranks with and without hooks
+        if self.skips_on_device and not self.tensors.runs_other_code():
+            if self._rounds:
                 self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = None if divides else decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if self._rounds else decision.grad_scale  # type: ignore[attr-defined]
             # Without it, a kernel less for each step count. On CPUs the host knows it.
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]
             self._strategy.prepare_optimizer_grads()
             self.tensors.step()
         elif decision.found_inf.item() == 0:
-            self.max_applied += 1
+            # Other code sees, and may change, the gradients of the mean, and runs in no skipped
+            # step.
+            self.max_applied += not self.skips_on_device
+            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self._divide_gradients(decision)
             self._strategy.prepare_optimizer_grads()
             self.tensors.step_in_place()

@@ -215,6 +215,9 @@ class LearningRates:
             if isinstance(rate, Tensor):  # of one element
                 return rate.detach().reshape(()).to(self._device)
             return float(rate)
+        count, known = len(self._groups), len(self._rows[0])
+        problem = f"the schedule has rates for {known} groups; build a new engine for other groups"
+        require(count == known, "optimizer.param_groups", count, problem)
         self._check_untouched()
         self._extend(at_most + 1)
         try:

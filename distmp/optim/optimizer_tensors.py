@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as of_all_optimizers
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed, require
@@ -19,6 +20,7 @@ from distmp.optim.adamw import AdamW
 from distmp.optim.factories import NamedParameters, OptimizerFactory
 from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
+from distmp.optim.state import inherits_step
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import version_counters
@@ -121,6 +123,17 @@ class OptimizerTensors:
         finally:
             self._is_stepping = False
 
+    def runs_other_code(self) -> bool:
+        """Return whether `step` runs hooks, or a step, of other code than torch and distmp."""
+        hooks = chain(
+            self.optimizer._optimizer_step_pre_hooks.values(),
+            self.optimizer._optimizer_step_post_hooks.values(),
+            of_all_optimizers._global_optimizer_pre_hooks.values(),
+            of_all_optimizers._global_optimizer_post_hooks.values(),
+        )
+        has_hook = any(not str(hook.__module__).startswith("distmp.") for hook in hooks)
+        return has_hook or not inherits_step(self.optimizer)
+
     def forget_writes(self) -> None:
         """Count `writes` from 0 on."""
         self._writes, self._version = 0, self.versions()
@@ -167,13 +180,12 @@ class OptimizerTensors:
         Raises:
             ConfigError: If not; the message names tensors that are missing, foreign or duplicate.
         """
-        if optimizer is not self.optimizer:
-            raise ConfigError(
-                "engine.optimizer",
-                type(optimizer).__name__,
-                "replaces the optimizer that the engine has built; build a new engine, or change "
-                "the rates in engine.optimizer.param_groups",
-            )
+        problem = (
+            "replaces the optimizer that the engine has built; build a new engine, or change the "
+            "rates in engine.optimizer.param_groups"
+        )
+        is_same = optimizer is self.optimizer
+        require(is_same, "engine.optimizer", type(optimizer).__name__, problem)
         if self._tensor_ids() != self._updated:
             _check_tensors(optimizer, self._parameters)
         if optimizer.param_groups is not self._groups:  # replaced by load_state_dict
@@ -329,13 +341,12 @@ def _check_elementwise(optimizer: torch.optim.Optimizer, *, quiet: bool) -> None
     # Such as Lookahead: the optimizer inside would keep the placeholders.
     wraps = any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)
-    if known or wraps or kind.__module__.startswith("torch.optim"):
-        raise ConfigError(
-            "shard_optimizer",
-            True,
-            f"{name} needs full parameters, but a rank has only a shard of each; use strategy "
-            "ddp without shard_optimizer, or AdamW or distmp.optim.Muon",
-        )
+    problem = (
+        f"{name} needs full parameters, but a rank has only a shard of each; use strategy ddp "
+        "without shard_optimizer, or AdamW or distmp.optim.Muon"
+    )
+    may_fit = not (known or wraps or kind.__module__.startswith("torch.optim"))
+    require(may_fit, "shard_optimizer", True, problem)
     if not quiet:
         logger.warning(
             "shard_optimizer passes flat shards of parameters to %s: this is correct only if it "

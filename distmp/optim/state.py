@@ -187,6 +187,12 @@ def _described(tensor: Tensor) -> str:
     return f"{kind} of the shape {tuple(global_shape(tensor))}"
 
 
+def inherits_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the `step` of an optimizer is that of torch or distmp."""
+    step = inspect.unwrap(type(optimizer).step)
+    return step.__module__.startswith(("torch.optim", "distmp.optim"))
+
+
 def create_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
@@ -207,9 +213,6 @@ def create_state(
 
     Returns:
         Names of parameters with a stored state that the optimizer does not have.
-
-    Raises:
-        CheckpointError: If the state of a parameter of a torch optimizer is incomplete.
     """
     owners = {
         names[id(parameter)]: (parameter, group)
@@ -217,14 +220,10 @@ def create_state(
         for parameter in group["params"]
     }
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-    step = inspect.unwrap(type(optimizer).step)
-    inherits_step = step.__module__.startswith(("torch.optim", "distmp.optim"))
-    calls_super = "__class__" in step.__code__.co_freevars
-    runs_kernel = isinstance(optimizer, _KERNELS) and (inherits_step or calls_super)
+    calls_super = "__class__" in inspect.unwrap(type(optimizer).step).__code__.co_freevars
+    runs_kernel = isinstance(optimizer, _KERNELS) and (inherits_step(optimizer) or calls_super)
     left_out: dict[str, None] = {}
     keys = _keys(stored)
-    if is_of_torch:
-        _check_complete(optimizer, names, keys)
     for name, (parameter, _) in owners.items():
         if name not in keys:
             optimizer.state.pop(parameter, None)
@@ -264,14 +263,24 @@ def _keys(stored: Iterable[str]) -> dict[str, set[str]]:
     return keys
 
 
-def _check_complete(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], keys: Mapping[str, set[str]]
+def check_complete(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> None:
-    """Check that parameters have the keys of their group's options, and the same among equals.
+    """Check that a state has what the options of a torch optimizer need, before it is loaded.
 
-    Those of one group and number of dimensions are equals.
+    Parameters of one group and number of dimensions need the same keys.
+
+    Args:
+        optimizer: The optimizer; only those of torch are checked.
+        names: Name of each parameter by its `id`.
+        stored: Names of the stored states, as in `named_state`.
+
+    Raises:
+        CheckpointError: If the state of a parameter is incomplete.
     """
-    for group in optimizer.param_groups:
+    keys = _keys(stored)
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+    for group in optimizer.param_groups if is_of_torch else ():
         known: dict[int, set[str]] = {}
         for parameter in group["params"]:
             name = names[id(parameter)]

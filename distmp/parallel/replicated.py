@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
+from distmp.buckets.layout import dense_strides
 from distmp.distributed.world import World
 from distmp.errors import require
 from distmp.optim.factories import OptimizerFactory
@@ -63,13 +64,16 @@ class Replicated(strategy.Strategy):
         strategy.store_parameters(module)
         strategy.broadcast_from_rank_zero(module, world)
         named = strategy.trainable(module)
+        views = [each for _, each in named if each.stride() != dense_strides(each)]
+        if views:
+            strategy.refuse_shared_memory(module, "model", type(module).__name__)
+        moved = [each for _, each in named] if settings.shard_optimizer else views
+        strategy.make_contiguous(moved)
         fp32 = {name: parameter.data for name, parameter in named}
         prepare(module, policy.high_precision, world.device.type)
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: list[BufferValues] = []
-        if self._settings.shard_optimizer:
-            strategy.make_contiguous(parameter for _, parameter in named)
         self._drops = self._settings.on_nonfinite == "drop_microbatch"
         self._buckets = Fp32GradBuckets(
             named,

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distmp.errors import require
+from distmp.precision.builders import autocast_off
 from distmp.precision.stochastic import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, Operand, quantize
 from distmp.quantization.products import choose_product
@@ -143,13 +144,14 @@ class _LowPrecisionLinear(torch.autograd.Function):
         formats = state.formats
         if formats.forward is None:
             return F.linear(x, weight, bias)
-        inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
-        weights = quantize(
-            weight, formats.operand, formats.scaling, square=True, counts=_row(counts, WEIGHT)
-        )
-        if bias is None:
-            return state.product(inputs, weights, x.dtype)
-        return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
+        with autocast_off(x.device):  # it would round the sums before the bias is added
+            inputs = quantize(x, formats.operand, formats.scaling, counts=_row(counts, INPUT))
+            weights = quantize(
+                weight, formats.operand, formats.scaling, square=True, counts=_row(counts, WEIGHT)
+            )
+            if bias is None:
+                return state.product(inputs, weights, x.dtype)
+            return (state.product(inputs, weights, torch.float32) + bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from tests.ended import look_ended
 from tests.ranks import ranks
-from tests.reference import ONE_RANK, make_engine, microbatches, train
+from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
 
 
 def impatient() -> RollCall:
@@ -114,11 +115,29 @@ def test_failed_call_of_one_rank_fails_next_call() -> None:
     roll_call.FAILURE_SECONDS = 0.5
     calls = impatient()
     problem = ValueError("no data")
-    calls.check_failed_everywhere(1, problem)
+    calls.check_failed_everywhere("1", problem)
     if dist.get_rank() == 0:
-        message = r"failed on rank 0 of 2 \(ValueError: no data\) and not on every other rank"
+        message = r"failed on rank 0 of 2 \(ValueError: no data\) and not at the same point on ev"
         with pytest.raises(TrainingError, match=message):
-            calls.check_failed_everywhere(2, problem)
+            calls.check_failed_everywhere("2", problem)
+    dist.barrier()
+
+
+@ranks(2)
+def test_steps_that_fail_in_different_microbatches_are_refused() -> None:
+    roll_call.FAILURE_SECONDS = 0.5
+    engine = make_engine()
+    train(engine, 1, TWO_RANKS)
+    batches: list[Any] = microbatches(1, TWO_RANKS[0], dist.get_rank())
+    for failing in ([0, 0], [0, 1]):  # by rank
+        wrong = [*batches]
+        wrong[failing[dist.get_rank()]] = None
+        with pytest.raises(AttributeError):
+            engine.step(wrong)
+        if failing == [0, 0]:
+            engine.step(batches)
+    with pytest.raises(TrainingError, match=r"AttributeError.* not at the same point on every"):
+        engine.step(batches)
     dist.barrier()
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizer_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.memory import LiveStorages
 from distmp.engine.divergence_guard import DivergenceConfig
 from distmp.engine.engine import Engine
 from distmp.engine.outcome import StepNumbers
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import AdamW
 from distmp.precision import PrecisionPolicy
 from distmp.scaling.settings import LossScaleConfig
+from distmp.utils.tensor_trees import checksum
 from tests.ranks import in_turn, ranks, same_on_all_ranks
 from tests.recording import Collectives, HostReads
 from tests.reference import (
@@ -646,17 +650,64 @@ def test_names_and_types_of_the_state() -> None:
     scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
     bounds = ["divergence/seen", "divergence/values"]
     numbers = [f"engine/{key}" for key in ("counts", "nominal_weight", "seed")]
-    own = [*scale, *bounds, *numbers, "group/0/lr"]
+    own = [*scale, *bounds, *numbers, f"group/{checksum(sorted(parameters)):08x}/lr"]
     assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
     assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
 
 
-def test_state_lacking_something_is_refused() -> None:
+@pytest.mark.parametrize("name", ["model/head.weight", "engine/seed"])
+def test_state_lacking_something_is_refused_and_so_are_later_steps(
+    name: str, tmp_path: Path
+) -> None:
     engine = make_engine()
+    train(engine, 1, ONE_RANK)
     state = snapshot(engine)
-    del state["model/head.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks model/head\.weight"):
+    with pytest.raises(CheckpointError, match=rf"lacks {name}"):
+        engine.load_state_dict({key: state[key] for key in state if key != name})
+    for call in (lambda: train(engine, 1, ONE_RANK), lambda: engine.save(tmp_path)):
+        with pytest.raises(TrainingError, match=r"or a state was loaded in part, .*engine\.load"):
+            call()
+    engine.load_state_dict(state)
+    assert not train(engine, 1, ONE_RANK)[0].skipped
+
+
+def test_state_that_an_option_makes_incomplete_changes_nothing() -> None:
+    engine, strict = make_engine(), make_engine(optimizer=partial(adamw, amsgrad=True))
+    train(engine, 1, ONE_RANK)
+    train(strict, 1, ONE_RANK)
+    before = snapshot(strict)
+    with pytest.raises(CheckpointError, match="which amsgrad = True needs"):
+        strict.load_state_dict(snapshot(engine))
+    assert_same_bits(snapshot(strict), before)
+    assert not train(strict, 1, ONE_RANK)[0].skipped
+
+
+def test_rates_of_groups_with_other_parameters_are_not_loaded() -> None:
+    def new_engine(first: float, second: float, reverse: bool = False) -> Engine:
+        def build(named: Any) -> torch.optim.Optimizer:
+            named = list(named)
+            groups = [{"params": named[:2], "lr": first}, {"params": named[2:], "lr": second}]
+            return torch.optim.SGD(groups[::-1] if reverse else groups, lr=0.1)
+
+        return make_engine(optimizer=build)
+
+    def rates(engine: Engine) -> list[float]:
+        return [group["lr"] for group in engine.optimizer.param_groups]
+
+    state = snapshot(new_engine(0.3, 0.5))
+    for engine, expected in (
+        (new_engine(0.1, 0.2), [0.3, 0.5]),
+        (new_engine(0.1, 0.2, reverse=True), [0.5, 0.3]),
+        (make_engine(optimizer=plain_sgd), [0.1]),
+    ):
         engine.load_state_dict(state)
+        assert rates(engine) == expected
+
+
+def test_nominal_weight_of_the_configuration_outlives_a_load() -> None:
+    engine = make_engine(nominal_weight=64.0)
+    engine.load_state_dict(snapshot(make_engine()))
+    assert engine.nominal_weight == 64.0
 
 
 def test_state_of_a_larger_model_is_refused() -> None:
@@ -980,3 +1031,54 @@ def test_hooks_change_gradients_of_the_mean(
     torch.testing.assert_close(
         found, expected.detach(), rtol=0, atol=1e-3 * ("fp16" in policy) + 1e-6
     )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_run_no_hooks_and_no_step_of_the_user(fused: bool) -> None:
+    ran: list[str] = []
+
+    class Shrinking(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            ran.append("step")
+            return super().step(closure)
+
+    def run(name: str) -> Callable[..., None]:
+        return lambda *_: ran.append(name)
+
+    ways = (
+        ("step", Shrinking, lambda _: None),
+        ("pre", torch.optim.AdamW, lambda each: each.register_step_pre_hook(run("pre"))),
+        ("post", torch.optim.AdamW, lambda each: each.register_step_post_hook(run("post"))),
+        ("all", torch.optim.AdamW, lambda _: register_optimizer_step_pre_hook(run("all"))),
+    )
+    for name, kind, register in ways:
+        engine = make_engine(optimizer=partial(kind, lr=1e-2, fused=fused))
+        hook = register(engine.optimizer)
+        engine.step(bad_batches(0))
+        assert ran == []
+        train(engine, 1, ONE_RANK)
+        assert ran == [name]
+        ran.clear()
+        if hook is not None:
+            hook.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_of_the_user_reads_gradients_of_the_mean_after_clipping(fused: bool) -> None:
+    norms: list[float] = []
+
+    def read(optimizer: torch.optim.Optimizer) -> None:
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        norms.append(float(nn.utils.get_total_norm(gradients)))
+
+    class Reading(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            read(self)
+            return super().step(closure)
+
+    engine = make_engine(optimizer=partial(Reading, lr=1e-2, fused=fused), max_norm=0.25)
+    train(engine, 1, ONE_RANK)
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: read(optimizer))
+    train(make_engine(optimizer=partial(adamw, fused=fused), max_norm=0.25), 1, ONE_RANK)
+    hook.remove()
+    assert norms == pytest.approx([0.25, 0.25], rel=1e-4)

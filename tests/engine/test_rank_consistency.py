@@ -23,7 +23,7 @@ from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, TrainingLoop
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
-from tests.reference import TWO_RANKS, make_engine, make_model, train
+from tests.reference import CLASSES, INPUTS, TWO_RANKS, make_engine, make_model, train
 from tests.torchrun import TINY, corpus
 
 CPU = torch.device("cpu")
@@ -298,6 +298,15 @@ class AverageBreaker(Callback):
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         if trainer.world.rank == 1 and step.step == 2:
             self._run.states.tensors()["callbacks/Ema/norm.weight"][0] += 0.5
+
+
+@ranks(2)
+def test_buffers_of_a_compiled_model_may_differ() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(INPUTS), nn.Linear(INPUTS, CLASSES))
+    engine = make_engine(model=torch.compile(model, backend="eager"))
+    train(engine, 1, TWO_RANKS[2:])
+    model[0].running_mean += dist.get_rank()
+    rank_consistency.check(engine)
 
 
 @ranks(2)

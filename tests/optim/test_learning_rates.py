@@ -200,6 +200,15 @@ def test_rate_changed_outside_schedule_is_refused(on_device: bool, change: Any) 
         rates.set(count(2), 2)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_group_added_after_schedule_is_refused(on_device: bool) -> None:
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, halving, CPU, on_device=on_device)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+    with pytest.raises(ConfigError, match=r"^optimizer\.param_groups = 3: .* rates for 2 groups"):
+        rates.set(count(0), 0)
+
+
 @pytest.mark.gpu
 def test_gpu_rates_need_no_synchronization() -> None:
     gpu = torch.device("cuda")

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from distmp.errors import CheckpointError, ConfigError
 from distmp.optim import Muon
-from distmp.optim.state import create_state, named_state, prepare_for_device_skip
+from distmp.optim.state import (
+    check_complete,
+    create_state,
+    named_state,
+    prepare_for_device_skip,
+)
 from tests.ranks import in_turn, ranks
 
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -202,7 +207,7 @@ def test_state_without_what_an_option_needs_is_refused(option: str, build: Any) 
     take_steps(named, optimizer, 1)
     stored = kinds(named_state(optimizer, names_of(named)))
     with pytest.raises(CheckpointError, match=rf"of a\.weight, which {option} = True needs"):
-        create_state(build(named.values(), **{option: True}), names_of(named), stored)
+        check_complete(build(named.values(), **{option: True}), names_of(named), stored)
 
 
 def test_state_of_untrained_parameters_is_omitted() -> None:
@@ -309,4 +314,4 @@ def test_state_that_lacks_a_part_of_one_parameter_is_refused() -> None:
     stored = {f"{name}/{key}": whole for name in "ab" for key in ("exp_avg", "exp_avg_sq")}
     del stored["b/exp_avg"]
     with pytest.raises(CheckpointError, match="the state has exp_avg_sq of b, but of others in"):
-        create_state(optimizer, {id(first): "a", id(second): "b"}, stored)
+        check_complete(optimizer, {id(first): "a", id(second): "b"}, stored)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,15 @@ from distmp.errors import ConfigError
 from distmp.parallel.build_strategy import build_strategy
 from distmp.precision import policy
 from tests.ranks import ranks
-from tests.reference import ONE_RANK, assert_same_bits, make_engine, make_model, train, weights
+from tests.reference import (
+    ONE_RANK,
+    assert_same_bits,
+    make_engine,
+    make_model,
+    sum_of_squares,
+    train,
+    weights,
+)
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
@@ -96,6 +106,43 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(x)
+
+
+class Parts(nn.Module):
+    """Trains a part of the columns of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Parameter(torch.randn(4, 6)[:, :2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.part
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_that_are_not_dense_are_updated(fused: bool) -> None:
+    model, inputs = Parts(), torch.randn(5, 4)
+    part = model.part.detach().clone()
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.0, fused=fused)
+    engine = make_engine(model=model, loss=sum_of_squares, optimizer=adamw)
+    engine.step([inputs])
+    gradient = inputs.T @ inputs @ part
+    torch.testing.assert_close(model.part.detach(), part - 0.1 * gradient.sign())
+
+
+def test_parameters_whose_elements_alternate_in_memory_are_refused() -> None:
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    for layer, part in zip(model, torch.randn(4, 12).chunk(3, dim=1), strict=True):
+        layer.weight = nn.Parameter(part)
+    with pytest.raises(ConfigError, match=r"ModuleList': would separate '0\.weight' and '1\.weig"):
+        make_engine(model=model)
+
+
+def test_bucket_of_empty_parameters_with_dropped_microbatches() -> None:
+    model = nn.Sequential(nn.Linear(1300, 1300))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    engine = make_engine(model=model, loss=sum_of_squares, on_nonfinite="drop_microbatch")
+    assert not engine.step([torch.randn(1, 1300)]).numbers.skipped
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

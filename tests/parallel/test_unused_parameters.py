@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.engine.engine import Engine
+from distmp.errors import ConfigError
 from distmp.scaling.settings import LossScaleConfig
 from tests.marks import nightly
 from tests.parallel.sharding import sharded
@@ -310,6 +311,25 @@ def test_state_without_record_follows_the_optimizer() -> None:
     for step in range(3, STEPS):
         resumed.step(batches[step])
     assert_close(weights(resumed), reference(adamw), "older")
+
+
+def test_parameter_used_only_in_a_failed_step_stays_unused() -> None:
+    engine = make_engine(adamw, {"policy": "bf16"})
+    bias = engine.model.blocks[0].get_parameter("third_step")
+    engine.step(samples(0, 0))
+
+    def write(gradient: Tensor) -> None:  # is refused
+        bias.data.add_(1)
+
+    hook = bias.register_hook(write)
+    with pytest.raises(ConfigError, match="was written to"):
+        engine.step(samples(2, 0))
+    hook.remove()
+    engine.publish_weights()
+    unused = [name for name in engine.state_dict() if name == "unused/blocks.0.third_step"]
+    assert unused
+    engine.step(samples(1, 0))
+    assert "optimizer/blocks.0.third_step/step" not in engine.state_dict()
 
 
 # Sixteen bits

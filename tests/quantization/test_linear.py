@@ -70,6 +70,14 @@ def assert_rounded_once(result: Tensor, exact: Tensor) -> None:
     assert ((result.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("formats", [FP8, WIDE], ids=["tensor", "wide"])
+def test_autocast_changes_no_bits(formats: ProductFormats) -> None:
+    expected = run(formats)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(formats)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("formats", [FP8, nightly(MX)], ids=["tensor", "block32"])
 def test_matmuls_use_rounded_operands(formats: ProductFormats) -> None:
     x, weight, bias, dy = tensors()
