@@ -243,6 +243,11 @@ class EngineState:
                 "its learning rates stay unchanged",
                 sorted(rates),
             )
+        known = self._updates.groups()
+        self._warn(
+            "the state has numbers of parameter groups with other parameters: %s; they are ignored",
+            sorted(name for name in options if name.split("/")[1] not in known),
+        )
         return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in options.items()}
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from distmp.distributed.comparison import on_host
 from distmp.errors import TrainingError
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
+from distmp.optim.muon import Muon
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
 from distmp.optim.state import is_number, number_tensor, prepare_for_device_skip, to_number
 from distmp.parallel.matrices import place_matrices, place_shards
@@ -110,7 +111,7 @@ class Updates:
         Numbers of groups with other parameters are ignored.
         """
         values = self._first | {name: to_number(tensor) for name, tensor in saved.items()}
-        groups = self._groups()
+        groups = self.groups()
         for name, value in values.items():
             parameters, _, key = name.partition("/")
             group = groups.get(parameters, {})
@@ -123,12 +124,12 @@ class Updates:
         """Return the numbers in all groups by `group/key`, without the rates of a schedule."""
         return {
             f"{name}/{key}": value
-            for name, group in self._groups().items()
+            for name, group in self.groups().items()
             for key, value in on_host({**group, **self._scheduled}, waits=True)
             if is_number(value)
         }
 
-    def _groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> dict[str, dict[str, Any]]:
         """Return the parameter groups, each by a checksum of the names of its parameters."""
         groups = {}
         for group in self.optimizer.param_groups:
@@ -142,11 +143,15 @@ class Updates:
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
             self.max_applied += 1  # the same bound on ranks with and without hooks
-        if self.skips_on_device and not self.tensors.runs_other_code():
-            if self._rounds:
+        runs_other_code = self.tensors.runs_other_code()
+        # Ranks may differ in hooks, but not in the exchanges of an optimizer.
+        exchanges = isinstance(self.optimizer, Muon) and self.optimizer.exchanges
+        if self.skips_on_device and (exchanges or not runs_other_code):
+            divides = self._rounds or runs_other_code
+            if divides:
                 self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = None if self._rounds else decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if divides else decision.grad_scale  # type: ignore[attr-defined]
             # Without it, a kernel less for each step count. On CPUs the host knows it.
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]
@@ -155,8 +160,10 @@ class Updates:
         elif decision.found_inf.item() == 0:
             # Other code sees, and may change, the gradients of the mean, and runs in no skipped
             # step.
-            self.max_applied += not self.skips_on_device
-            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
+            if self.skips_on_device:
+                self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
+            else:
+                self.max_applied += 1
             self._divide_gradients(decision)
             self._strategy.prepare_optimizer_grads()
             self.tensors.step_in_place()

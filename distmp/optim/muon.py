@@ -183,6 +183,11 @@ class Muon(torch.optim.Optimizer):
         self._shards, self._group, self._device = matrices, group, device
         self._owners = None
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether `step` exchanges shards of matrices, so that every rank has to call it."""
+        return bool(self._shards)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.

@@ -131,7 +131,8 @@ class OptimizerTensors:
             of_all_optimizers._global_optimizer_pre_hooks.values(),
             of_all_optimizers._global_optimizer_post_hooks.values(),
         )
-        has_hook = any(not str(hook.__module__).startswith("distmp.") for hook in hooks)
+        ours = ("distmp.", "torch.")  # torch.profiler has a hook
+        has_hook = any(not str(hook.__module__).startswith(ours) for hook in hooks)
         return has_hook or not inherits_step(self.optimizer)
 
     def forget_writes(self) -> None:

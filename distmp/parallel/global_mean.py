@@ -125,8 +125,10 @@ def _check_all_reduced(module: nn.Module) -> None:
         if isinstance(part, DistributedDataParallel):
             wrapped.update(map(id, part._delay_all_reduce_params))
             trainable = sum(parameter.requires_grad for parameter in part._module_parameters)
-            # It does not reduce those that were frozen when it was built.
-            if trainable <= part._get_ddp_logging_data()["num_parameter_tensors"]:
+            # It does not reduce those that were frozen when it was built. Without a logger, it
+            # delays the reduction of all.
+            built = part._get_ddp_logging_data()["num_parameter_tensors"] if part.logger else 0
+            if trainable <= built:
                 wrapped.update(map(id, part._module_parameters))
         elif isinstance(part, FullyShardedDataParallel):
             wrapped.update(map(id, fsdp_internals.fsdp1_parameters(part)))

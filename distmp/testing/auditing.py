@@ -280,6 +280,9 @@ class Audit:
         reference, ranks = Reference(self._model, self._loss_sum), Ranks(None)
         trained = gradients.trained_parameters(self._model)
         held = gradients.held_parameters(self._model, self._optimizer)
+        if held.isdisjoint(trained.values()):
+            self._not_decided("optimizer", "holds no trained parameter of this model")
+            return
         for step in self._steps:
             full = gradients.full_gradients(self._model, step.gradients)
             step.gradients = {name: full[name] for name, p in trained.items() if p in held}

@@ -301,8 +301,8 @@ class Draws(TorchDispatchMode):
 
     def __init__(self, run: Draws | None = None) -> None:
         super().__init__()
-        self._dtypes: list[torch.dtype] = []
-        self._run = iter(run._dtypes) if run else None
+        self._dtypes: list[torch.dtype] = run._dtypes if run else []
+        self._run = iter(self._dtypes) if run else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

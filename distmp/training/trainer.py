@@ -350,10 +350,17 @@ class Trainer(TrainingLoop):
             hook: Name of the hook.
             step: The step that the report names; None for that of the current phase.
         """
-        for callback in self._in_order_of_end() if hook == "on_train_end" else self.callbacks:
+        for callback in self._in_order(hook):
             if callback in self._users_callbacks:
                 self._enter_hook(hook, callback, step)
             yield callback
+
+    def _in_order(self, hook: str) -> list[Callback]:
+        if hook == "on_train_end":
+            return self._in_order_of_end()
+        if hook == "on_train_begin":  # a repeated validation calls hooks of the others
+            return sorted(self.callbacks, key=lambda each: isinstance(each, Validation))
+        return self.callbacks
 
     def _in_order_of_end(self) -> list[Callback]:
         """Return the callbacks with the users' code last: its errors lose no save."""

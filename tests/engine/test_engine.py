@@ -704,6 +704,34 @@ def test_rates_of_groups_with_other_parameters_are_not_loaded() -> None:
         assert rates(engine) == expected
 
 
+def test_lost_numbers_of_groups_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+
+    def apart(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [each]} for each in named], lr=0.1)
+
+    engine = make_engine(optimizer=plain_sgd, schedule=schedule)
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+    make_engine(optimizer=apart, schedule=schedule).load_state_dict(snapshot(engine))
+    assert "numbers of parameter groups with other parameters: group/" in caplog.text
+
+
+def test_own_attributes_of_an_optimizer_stay() -> None:
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, named: Any) -> None:
+            super().__init__(named, {"lr": 0.1})
+            self.grad_scale = 2.0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * self.grad_scale * parameter.grad
+
+    engine = make_engine(optimizer=Scaled)
+    train(engine, 2, ONE_RANK)
+
+
 def test_nominal_weight_of_the_configuration_outlives_a_load() -> None:
     engine = make_engine(nominal_weight=64.0)
     engine.load_state_dict(snapshot(make_engine()))

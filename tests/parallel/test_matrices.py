@@ -167,6 +167,17 @@ def test_a_skipped_step_changes_nothing_on_any_rank(kind: str) -> None:
     assert any(not torch.equal(before[name], value) for name, value in full_state(engine).items())
 
 
+@ranks(2)
+@in_turn("kind", ["ddp", "shard_optimizer", "fsdp"])
+def test_skipped_step_with_a_hook_on_one_rank(kind: str) -> None:
+    engine = build(kind)
+    if engine.world.rank == 0:
+        engine.optimizer.register_step_post_hook(lambda *_: None)
+    assert [each.skipped for each in take_steps(engine, 0, 1)] == [False]
+    assert [each.skipped for each in take_steps(engine, 1, 1, float("inf"))] == [True]
+    assert [each.skipped for each in take_steps(engine, 2, 1)] == [False]
+
+
 def test_reproducible_updates_are_bitwise_equal_at_any_number_of_ranks() -> None:
     (one,) = run_ranks(_reproducible, 1, 4)
     for result in run_ranks(_reproducible, 2, 2):

@@ -428,7 +428,7 @@ def test_random_numbers_of_an_own_generator_are_not_decided() -> None:
     model.model.norm.register_forward_hook(drop)
     report = audited(model, mean_of_means)
     assert (kinds(report), report.exit_code) == ([], 2)
-    assert "gradients cannot be repeated; draw random numbers only" in report.undecided[0]
+    assert "draw random numbers only from default" in report.undecided[0]
 
 
 def test_clipping_of_scaled_gradients() -> None:
@@ -504,6 +504,19 @@ def test_parameters_of_several_optimizers() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
         assert audit.report.exit_code == 0, str(audit.report)
+
+
+def test_optimizer_of_another_model_decides_nothing() -> None:
+    model, other = Labelled(), torch.optim.SGD(Labelled().parameters(), lr=0.1)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, other) as audit:
+        for step in range(2):
+            mean_of_means(model, microbatches(step))
+            other.step()
+            own.step()
+            own.zero_grad()
+    assert audit.report.exit_code == 2
+    assert "optimizer: holds no trained parameter of this model" in audit.report.undecided
 
 
 @pytest.mark.parametrize(

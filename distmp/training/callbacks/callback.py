@@ -48,7 +48,8 @@ class PendingStep:
         samples: Samples consumed by all ranks together, this step included.
         outcome: The numbers of the step. Reading them makes the host wait for the device.
         seconds: Time since the previous step was launched, without pauses.
-        validation_loss: Mean loss on held-out data after this step; None if it was not validated.
+        validation_loss: Mean loss on held-out data after this step; None without a validation, and
+            in the last step, which is validated after its save: see `Callback.on_validation`.
         validation_metrics: Metrics on held-out data after this step, by name.
     """
 
@@ -224,7 +225,10 @@ class Callback:
         """
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
-        """Called once, before the first step. The checkpoint, if any, has been loaded."""
+        """Called once, before the first step. The checkpoint, if any, has been loaded.
+
+        Workers of the dataset have started: change the dataset in `setup`.
+        """
 
     def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
         """Called before a step.

@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
         path = final_path(directory, self._best_step)
         where = str(path)
         if trainer.world.rank == 0 and not is_checkpoint(path):
-            where = f"no checkpoint in {directory}, but in the run that this one continues"
+            where = f"no checkpoint in {directory}: an earlier run has it, or no save succeeded"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
             f"{where}"

@@ -95,24 +95,27 @@ class Validation(Callback):
         self._ema = ema
         self._writer = writer
         self._metrics = find_metrics(settings.metrics)
-        # The step after the last complete validation.
-        self._step = 0
+        # The step after the last complete validation, and the last step of the run before this one.
+        self._step = self._former_end = 0
+        self._end = run.config.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step that was validated last."""
-        return {"step": self._step}
+        """Return the step that was validated last, and the last one of the run."""
+        return {"step": self._step, "end": self._end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember which step was validated last."""
-        self._step = state["step"]
+        """Remember what was validated."""
+        self._step, self._former_end = state["step"], state["end"]
 
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Evaluate a microbatch per rank, so that a metric that fails does so before the training.
 
-        A run that was interrupted in a validation, or validated this step as its last one, repeats
-        it.
+        A validation that was interrupted is repeated, and the last one of a shorter run, which came
+        after its save.
         """
-        if self._is_due(trainer) and self._step != trainer.progress.step:
+        step = trainer.progress.step
+        is_due = self._is_due(trainer) or self._former_end == step < self._end
+        if is_due and self._step != step:
             self._validate(trainer, last=False)
         elif self._dataset is not None:
             self._evaluate(trainer, trainer.config.batch.microbatch_size * trainer.world.world_size)
@@ -124,13 +127,13 @@ class Validation(Callback):
 
     def on_train_end(self, trainer: TrainingLoop, *, finished: bool) -> None:
         """Validate the last step, which is saved."""
-        if finished and trainer.progress.step >= trainer.config.steps:
+        if finished and trainer.progress.step >= self._end:
             current_phase.enter("the last validation")
             self._validate(trainer, last=True)
 
     def _is_due(self, trainer: TrainingLoop) -> bool:
         every, step = self._settings.every, trainer.progress.step
-        return every > 0 and step % every == 0 and step < trainer.config.steps
+        return every > 0 and step % every == 0 and step < self._end
 
     def _validate(self, trainer: TrainingLoop, *, last: bool) -> None:
         if self._dataset is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.telemetry.records import read_records
+from distmp.training.callbacks.callback import Callback, TrainingLoop
 from distmp.training.callbacks.validation import loss_unit, weight_unit
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
@@ -42,10 +43,27 @@ def test_metric_that_fails_does_so_before_training(tmp_path: Path) -> None:
     assert run.progress.step == 0
 
 
-def run_with_validations(directory: Path, at_last: Callable[[int], object], **more: Any) -> Trainer:
+class InOrder(Callback):
+    """Lists the beginning and validations of a run."""
+
+    def __init__(self) -> None:
+        self.called: list[str | int] = []
+
+    def on_train_begin(self, trainer: TrainingLoop) -> None:
+        self.called.append("begin")
+
+    def on_validation(
+        self, trainer: TrainingLoop, loss: float, metrics: Mapping[str, float]
+    ) -> None:
+        self.called.append(trainer.progress.step)
+
+
+def run_with_validations(
+    directory: Path, at_last: Callable[[int], object], *callbacks: Callback, **more: Any
+) -> Trainer:
     """Return a run that calls a function with its step before each evaluation."""
     options = {"steps": 6, "validation": {"every": 2}, **more}
-    run = trainer_of(configuration(directory / "run", resume="auto", **options))
+    run = trainer_of(configuration(directory / "run", resume="auto", **options), *callbacks)
     evaluate = run.engine.evaluate_metrics
 
     def evaluated(batches: Any, metrics: Any) -> Any:
@@ -77,6 +95,9 @@ def test_run_is_saved_before_its_last_validation(tmp_path: Path) -> None:
     steps: list[int] = []
     finished(run_with_validations(tmp_path, steps.append, steps=7))
     assert steps == [6, 7]
+    # Also if its step is no multiple of `every`.
+    finished(run_with_validations(tmp_path, steps.append, steps=9))
+    assert steps == [6, 7, 7, 8, 9]
 
 
 def test_interrupted_validation_is_repeated(tmp_path: Path) -> None:
@@ -88,7 +109,9 @@ def test_interrupted_validation_is_repeated(tmp_path: Path) -> None:
     stopped = run_with_validations(tmp_path, interrupt)
     assert not stopped.run(stop)
     assert validated(stopped) == [2]
-    assert validated(finished(run_with_validations(tmp_path, str))) == [2, 4, 6]
+    order = InOrder()
+    assert validated(finished(run_with_validations(tmp_path, str, order))) == [2, 4, 6]
+    assert order.called == ["begin", 4, 6]
 
 
 # The unit of the weight that losses and throughputs are reported with.
