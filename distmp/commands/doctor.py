@@ -80,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: If a setting is invalid.
     """
-    config = DoctorConfig.load(sys.argv[1:] if argv is None else argv)
-    results = run_checks(config)
+    results = run_checks(DoctorConfig.load(sys.argv[1:] if argv is None else argv))
     sys.stdout.write(f"{_report(results)}\n{_FAILED_RUN}\n")
     return int(any(result.status == "FAIL" for _, result in results))
 
@@ -168,13 +167,11 @@ def _shared_memory(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _limits(config: RunConfig) -> Iterator[CheckResult]:
-    files, locked = (
-        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
-    )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if files != resource.RLIM_INFINITY and files < _FEW_FILES:
-        yield CheckResult(
-            "WARN", f"at most {files} open files", "`ulimit -n 65536` before the launch"
-        )
+        remedy = "`ulimit -n 65536` before the launch"
+        yield CheckResult("WARN", f"at most {files} open files", remedy)
     if locked != resource.RLIM_INFINITY and (devices := _rdma_devices()):
         yield CheckResult(
             "FAIL",
@@ -208,21 +205,17 @@ def _disk(config: RunConfig) -> Iterator[CheckResult]:
 
 
 def _environment(config: RunConfig) -> Iterator[CheckResult]:
-    variables = os.environ
     for name, effect in _SLOW.items():
-        if variables.get(name, "").lower() not in _OFF:
-            yield CheckResult("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
+        if os.environ.get(name, "").lower() not in _OFF:
+            yield CheckResult("WARN", f"{name}={os.environ[name]} {effect}", f"unset {name}")
     for name in _NO_ERROR_HANDLING:
-        if variables.get(name) == "0":
+        if os.environ.get(name) == "0":
             message = f"{name}=0: ranks wait without a limit when one dies"
             yield CheckResult("FAIL", message, f"unset {name}")
-    if ranks := [name for name in VARIABLES if name in variables]:
-        yield CheckResult(
-            "WARN",
-            f"{', '.join(ranks)} is set: a process started here becomes a rank of a run",
-            "unset it, unless this process is a rank",
-        )
-    network = [name for name in sorted(variables) if name.startswith(("NCCL_", "GLOO_"))]
+    if ranks := [name for name in VARIABLES if name in os.environ]:
+        message = f"{', '.join(ranks)} is set: a process started here becomes a rank of a run"
+        yield CheckResult("WARN", message, "unset it, unless this process is a rank")
+    network = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
     yield CheckResult("PASS", f"network variables: {', '.join(network) or 'none'}")
 
 

@@ -245,10 +245,9 @@ def _suffix(file: Path) -> str:
 def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     require(path.exists(), "INPUT", name, "there is no such file or directory")
+    files = [path]
     if path.is_dir():
         files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
-    else:
-        files = [path]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")
     for file in files:
         is_empty = _suffix(file) in _BY_SUFFIX and file.is_file() and not file.stat().st_size
@@ -306,5 +305,4 @@ def _write(encoded: Any, encoder: Encoder, directory: Path) -> TokenMetadata:
         # Runs copy it to the models that they export.
         (directory / huggingface_files.SUBDIRECTORY).mkdir()
         huggingface_files.copy(encoder.directory, directory / huggingface_files.SUBDIRECTORY)
-    files = {_TOKENS: tokens}
-    return replace(encoder.metadata, documents=len(encoded), tokens=tokens, files=files)
+    return replace(encoder.metadata, documents=len(encoded), tokens=tokens, files={_TOKENS: tokens})

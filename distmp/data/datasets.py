@@ -81,10 +81,9 @@ def text_files(config: DataConfig, path: str | None) -> tuple[Path, dict[str, in
 
 def _build_text(config: DataConfig) -> Datasets:
     directory, files = text_files(config, config.path)
+    name = f"text below {directory}"
     if config.path is None:
         name = f"standard library of Python {sysconfig.get_python_version()}"
-    else:
-        name = f"text below {directory}"
     train, validation = _split_text(config, directory, files)
     _require_window("data.path", str(directory), train)
     return _described(name, train, validation, TextDirectory.vocabulary_size)

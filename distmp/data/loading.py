@@ -56,7 +56,7 @@ def collate(samples: Sequence[Any]) -> Any:
         raise DataError(
             f"the samples of a microbatch cannot be stacked: {str(error).splitlines()[0]}; "
             f"the first is {described(converted[0])}; pad or crop the samples, or give a "
-            "collate_fn(samples) that returns a microbatch",
+            "collate_fn(samples) that returns a microbatch"
         ) from error
 
 

@@ -155,9 +155,8 @@ def _launch_on_hosts(
 
     problem = "has no effect with --hosts, which names the machines; leave it out"
     require(own.environment is None, "--environment", own.environment, problem)
-    hosts = read_hosts(own.hosts)
     plan = plan_hosts(
-        hosts,
+        read_hosts(own.hosts),
         _ssh(own.ssh),
         replace(read(torchrun_arguments), port=own.port),
         train_arguments,

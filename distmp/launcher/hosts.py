@@ -172,9 +172,8 @@ def _rendezvous_options(
         rank = ExplainedValue(0, "--hosts")
         address, reason = address_of(head, rank, job, len(hosts), network)
         endpoint = join_port(address, port.value)
-        options.append(
-            ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
-        )
+        reason = f"{reason}; port: {port.reason}"
+        options.append(ExplainedValue(f"--rdzv-endpoint={endpoint}", reason))
     else:
         refuse_port(given, "set the port in --rdzv-endpoint HOST:PORT")
     if given.rdzv_id is None:
@@ -314,9 +313,7 @@ def _wait(agents: list[_Agent], min_nodes: int) -> _Agent | None:
     deadline = float("inf")
     while True:
         running = [agent for agent in agents if agent.process.poll() is None]
-        for agent in agents:
-            if agent.process.returncode and agent not in failed:
-                failed.append(agent)
+        failed += [agent for agent in agents if agent.process.returncode and agent not in failed]
         if not running:
             return failed[0] if len(agents) - len(failed) < min_nodes else None
         if len(agents) - len(failed) < min_nodes:

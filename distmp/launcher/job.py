@@ -227,8 +227,7 @@ def _kubernetes(job: Job, variables: Variables, hostname: str) -> Job:
         f"but this pod's name {pod!r} does not end in -{index}; give the first pod's name with "
         "--rdzv-endpoint, or use another --environment"
     )
-    valid = separator != "" and last == str(index)
-    require(valid, _POD_INDEX, index, problem)
+    require(separator != "" and last == str(index), _POD_INDEX, index, problem)
     head = f"{name}-0"
     if domain and hostname.partition(".")[0] == pod:
         head = f"{head}.{domain}"

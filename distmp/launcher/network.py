@@ -225,13 +225,12 @@ def hosts_store(
     """
     if "is_host" in conf:
         value = conf["is_host"].lower()
-        if value not in (*_TRUE, *_FALSE):
-            raise ConfigError("--rdzv-conf is_host", conf["is_host"], "use true or false")
+        valid = value in (*_TRUE, *_FALSE)
+        require(valid, "--rdzv-conf is_host", conf["is_host"], "use true or false")
         return value in _TRUE, "--rdzv-conf"
     own = network.is_own(address)
     if rank is None:
-        reason = f"{address} is {'' if own else 'not '}an address of this machine"
-        return own, reason
+        return own, f"{address} is {'' if own else 'not '}an address of this machine"
     problem = (
         f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
         f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "

@@ -290,9 +290,8 @@ def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], E
     if given.rdzv_endpoint is not None:
         refuse_port(given, "set the port in --rdzv-endpoint HOST:PORT")
         host, port = split_endpoint(given.rdzv_endpoint)
-        return ExplainedValue(host, "--rdzv-endpoint"), ExplainedValue(
-            port or _DEFAULT_PORT, "--rdzv-endpoint"
-        )
+        explained_port = ExplainedValue(port or _DEFAULT_PORT, "--rdzv-endpoint")
+        return ExplainedValue(host, "--rdzv-endpoint"), explained_port
     if job.head is None:
         raise ConfigError(
             "--rdzv-endpoint",
@@ -326,9 +325,8 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
 def port_of(name: str) -> ExplainedValue[int]:
     """Return a port derived from a job's name: the same on all machines, rarely shared by jobs."""
     digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-    return ExplainedValue(
-        _PORTS[digest % len(_PORTS)], f"from the job's name {name}; change with --port"
-    )
+    port = _PORTS[digest % len(_PORTS)]
+    return ExplainedValue(port, f"from the job's name {name}; change with --port")
 
 
 def random_port() -> ExplainedValue[int]:

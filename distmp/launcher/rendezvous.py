@@ -55,9 +55,8 @@ class ForeignStateError(DistmpError, RuntimeError):
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STATE_CLASSES:
-            raise pickle.UnpicklingError(
-                f"it contains {module}.{name}, which torchrun does not write"
-            )
+            problem = f"it contains {module}.{name}, which torchrun does not write"
+            raise pickle.UnpicklingError(problem)
         return super().find_class(module, name)
 
 

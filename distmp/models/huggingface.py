@@ -69,7 +69,7 @@ def weights_directory(name: str) -> Path | None:
     if (path / ADAPTER_CONFIG).exists():
         raise error(
             "has adapters of peft, which are not loaded; merge them into the model (peft's "
-            "merge_and_unload) and name the directory of the result",
+            "merge_and_unload) and name the directory of the result"
         )
     # An index without its files is an error, not a model with random weights.
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
@@ -77,7 +77,7 @@ def weights_directory(name: str) -> Path | None:
     if pickles := sorted(file.name for file in path.glob("*.bin")):
         raise error(
             f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
-            f"safetensors, or name {path / CONFIG_FILE} for random weights",
+            f"safetensors, or name {path / CONFIG_FILE} for random weights"
         )
     return None
 

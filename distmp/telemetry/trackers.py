@@ -55,9 +55,8 @@ class Trackers:
                 action(tracker)
             except Exception as error:  # noqa: BLE001  # trackers raise any error
                 del self._trackers[name]
-                self._warn(
-                    f"tracker {name} failed ({_error_text(error)}); training continues without it"
-                )
+                problem = f"failed ({_error_text(error)}); training continues without it"
+                self._warn(f"tracker {name} {problem}")
 
 
 def start(
@@ -103,9 +102,8 @@ def start(
             settings = flat(masked(hyperparameters)).items()
             tracker.store_init_configuration({name: _plain(value) for name, value in settings})
         except Exception as error:  # trackers raise any error: no account, no network
-            raise ConfigError(
-                "log.trackers", name, f"does not start: {_error_text(error)}; fix or remove it"
-            ) from error
+            problem = f"does not start: {_error_text(error)}; fix or remove it"
+            raise ConfigError("log.trackers", name, problem) from error
         started[name] = tracker
     return Trackers(started, warn)
 
@@ -159,8 +157,7 @@ def _of_validation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _plain(value: Any) -> Any:
     """Return numbers and strings unchanged, and other values as text."""
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return value if plain else str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _error_text(error: Exception) -> str:

@@ -265,9 +265,7 @@ def training_batches(
     return _microbatches(steps(data, division, world, seed=config.seed, workers=workers))
 
 
-def _microbatches(
-    all_steps: Generator[Step, None, None],
-) -> Generator[list[Batch], None, None]:
+def _microbatches(all_steps: Generator[Step, None, None]) -> Generator[list[Batch], None, None]:
     with closing(all_steps):
         for step in all_steps:
             yield step.microbatches

@@ -122,13 +122,11 @@ def _report_once(
 ) -> int:
     """Print `text`, unless another rank has reported why the run ends."""
     cause = " ".join(cause.split())
-    ending = Ending(environment.rank, cause, exit_code)
-    if not _is_first(environment, error, ending):
+    if not _is_first(environment, error, Ending(environment.rank, cause, exit_code)):
         if isinstance(error, SetupError) and environment.rank >= environment.local_world_size:
             _wait_for_watchdog(lambda watchdog: watchdog.ending() is not None)
             return exit_code
-        ended = wait_to_be_ended()
-        if ended or _watchdog is not None or isinstance(error, SetupError):
+        if wait_to_be_ended() or _watchdog is not None or isinstance(error, SetupError):
             return exit_code
         # The launcher did not end this rank, so its error is not the consequence of another one.
     record(cause)
@@ -251,8 +249,7 @@ def _changes(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if (value := config.activation_checkpointing) != "blocks":
         yield f"activation_checkpointing = blocks instead of {value}: takes up to a third more time"
-    sharded = config.strategy in SHARDED_STRATEGIES
-    if world_size > 1 and not sharded:
+    if world_size > 1 and config.strategy not in SHARDED_STRATEGIES:
         # The run prints what `auto` selected; the configuration does not have it.
         condition = ", if auto selected ddp" if config.strategy == "auto" else ""
         yield (

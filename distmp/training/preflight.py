@@ -73,9 +73,7 @@ def is_enabled(config: RunConfig, environment: RankEnvironment) -> bool:
 
 
 def join_checked(
-    config: RunConfig,
-    environment: RankEnvironment,
-    watch: Callable[[], object],
+    config: RunConfig, environment: RankEnvironment, watch: Callable[[], object]
 ) -> tuple[World, list[str]]:
     """Create the process group like `join`, with a preflight; every rank must call it.
 
@@ -208,9 +206,8 @@ def _ranks_without_directory(ranks: _Ranks, config: RunConfig) -> list[int]:
                     tempfile.NamedTemporaryFile(dir=directory, prefix=".distmp-preflight-")
                 ).name
         name = ranks.gather("file", name)[0]
-        seen = ranks.gather(
-            "seen", name is None or holds_within(Path(name).exists, _APPEARS_SECONDS)
-        )
+        is_seen = name is None or holds_within(Path(name).exists, _APPEARS_SECONDS)
+        seen = ranks.gather("seen", is_seen)
     return [rank for rank in range(ranks.world_size) if not seen[rank]]
 
 

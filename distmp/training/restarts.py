@@ -181,9 +181,7 @@ class Restarts:
         machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
         if self.store is None or not set(received) <= {None, signal.SIGTERM}:
             return False
-        if self.store.add(ROSTER, 0) <= machines:
-            return False
-        if running_launchers(self.store) <= machines:
+        if self.store.add(ROSTER, 0) <= machines or running_launchers(self.store) <= machines:
             return False
         self._store_value(f"cause {self.count}", MORE_MACHINES)
         return True

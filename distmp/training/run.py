@@ -98,11 +98,7 @@ class _Builder:
         parameters = _count_parameters(parts.model)
         chosen, reason = choose_strategy(config, parts, world)
         engine = components.build_engine(
-            chosen,
-            parts,
-            world,
-            policy=config.precision.policy,
-            load=checkpoint is not None,
+            chosen, parts, world, policy=config.precision.policy, load=checkpoint is not None
         )
         if checkpoint is None:
             components.start_from_weights(parts, engine)

@@ -191,6 +191,7 @@ class DirectoryChoice:
     def __init__(self, config: RunConfig, job: Owner, log: Callable[[str], object]) -> None:
         self.lease: RunLease | None = None
         self._config = config
+        self._place = (config.run_dir, config.checkpoint.path)
         self._job = job
         self._log = log
         # Whether `resume: auto` found no directory, so that the job expects to create the first.
@@ -225,8 +226,7 @@ class DirectoryChoice:
         Raises:
             ConfigError: If it cannot be created, or another job owns it.
         """
-        config = self._config
-        runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
+        runs = run_directory.existing_runs(*self._place)
         if self.lease is not None:
             runs = [self.lease.directory]
         for run in runs:
@@ -237,7 +237,7 @@ class DirectoryChoice:
                 return run
         before = self.lease
         directory = self._create()
-        taken, why = Path(config.run_dir).absolute(), ""
+        taken, why = Path(self._config.run_dir).absolute(), ""
         if before is not None:
             before.release()
             taken = before.directory.path
@@ -258,8 +258,7 @@ class DirectoryChoice:
         Raises:
             ConfigError: If there are only checkpoints of other runs, of the same name.
         """
-        config = self._config
-        runs = run_directory.existing_runs(config.run_dir, config.checkpoint.path)
+        runs = run_directory.existing_runs(*self._place)
         scheduler = self._job.scheduler
         own = [run for run in runs if scheduler and _scheduler_job(run) == scheduler]
         own = own or [run for run in runs if _other_run(run) is None]
@@ -267,7 +266,7 @@ class DirectoryChoice:
             checkpoints = runs[-1].checkpoints
             raise ConfigError(
                 "checkpoint.path",
-                config.checkpoint.path,
+                self._config.checkpoint.path,
                 f"{checkpoints} has the checkpoints of the run {_other_run(runs[-1])}, and this is "
                 f"the run {runs[-1].path}; give it a run_dir with another last name, or continue "
                 f"that run with --resume {checkpoints}",
@@ -290,12 +289,11 @@ class DirectoryChoice:
     def _create(self) -> RunDirectory:
         """Create and claim a directory, or claim the newest one if no run has trained there."""
         config = self._config
-        place = (config.run_dir, config.checkpoint.path)
         first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
-        newest = run_directory.existing_runs(*place)[-1:]
+        newest = run_directory.existing_runs(*self._place)[-1:]
         unused = [run for run in newest if run.is_unused() and not self._found_none]
         while True:
-            directory = unused.pop() if unused else run_directory.create_run(*place)
+            directory = unused.pop() if unused else run_directory.create_run(*self._place)
             if self._found_none and first.path != directory.path:
                 # Another job, perhaps of the same command, has created the first directory.
                 directory.path.rmdir()

@@ -60,9 +60,8 @@ def train_as_rank(
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
     log.start(f"--- {now}: {who}, pid {os.getpid()}")
-    quiet = environment.rank != 0
     stop = until_reported.enter_context(StopSignals())
-    console = Console(config.log, quiet=quiet)
+    console = Console(config.log, quiet=environment.rank != 0)
     with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
         world = _join(config, environment, console)
     if config.preflight == "only":
@@ -72,8 +71,7 @@ def train_as_rank(
     if trainer.lease is not None:
         failures.before_exit(trainer.lease.release)
     log.place(trainer.directory.log(world.rank))
-    finished = trainer.run(stop)
-    exit_code = 0 if finished else _stopped(restarts, stop, world)
+    exit_code = 0 if trainer.run(stop) else _stopped(restarts, stop, world)
     leave()
     return exit_code
 

@@ -48,9 +48,8 @@ def checkpoint_before(directory: Path, step: int) -> StoredCheckpoint:
     """
     latest = recovery.usable(directory, before=step).checkpoint
     if latest is None:
-        raise TrainingError(
-            f"{directory} has no healthy checkpoint before step {step} to roll back to"
-        )
+        problem = f"has no healthy checkpoint before step {step} to roll back to"
+        raise TrainingError(f"{directory} {problem}")
     numbers = latest.state.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest
@@ -116,9 +115,8 @@ class Trainer(TrainingLoop):
                 callback.on_train_end(self, finished=self._is_finished())
             finished = self._is_finished()
             if finished and self._finished_early is not None:
-                self.console.message(
-                    f"finished after step {self.progress.step}: {self._finished_early}"
-                )
+                reason = self._finished_early
+                self.console.message(f"finished after step {self.progress.step}: {reason}")
             elif not finished:
                 self.console.message(
                     f"stopped after step {self.progress.step} "

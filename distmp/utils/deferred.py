@@ -480,9 +480,8 @@ def _is_deferred(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the result of a factory is fake."""
     if not any(argument.name == "device" for argument in function._schema.arguments):
         return False
-    if function.overloadpacket in _UNINITIALIZED:
-        return True
-    if torch.Tag.nondeterministic_seeded in function.tags:
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    if is_random or function.overloadpacket in _UNINITIALIZED:
         return True
     return bool(function(*args, **{**kwargs, "device": _META}).numel() > SMALL_ELEMENTS)
 

@@ -195,10 +195,9 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     """
     if not path.startswith(PRESET_PREFIX):
         name = Path(path).name.removesuffix(suffix)
-        if name in preset_names(suffix) and not Path(path).expanduser().exists():
-            raise ConfigError(
-                setting, path, f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
-            )
+        problem = f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
+        usable = name not in preset_names(suffix) or Path(path).expanduser().exists()
+        require(usable, setting, path, problem)
         return path
     name, known = path.removeprefix(PRESET_PREFIX), preset_names(suffix)
     require(name in known, setting, path, f"there is no such preset; {nearest(name, known)}")

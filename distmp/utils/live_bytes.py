@@ -101,8 +101,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         self._forget(key)
         size = storage.nbytes()
-        reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._known[key] = part, size, reference
+        self._known[key] = part, size, weakref.ref(storage, lambda _: self._forget(key))
         self.live[part] = self.live.get(part, 0) + size
         self._update_peak()
 

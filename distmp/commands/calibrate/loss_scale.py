@@ -64,12 +64,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
         )
         checkpoint = recovery.resolve(config.resume, run.checkpoints)
     engine = components.build_engine(
-        config,
-        parts,
-        world,
-        policy=measured_in,
-        attribution=False,
-        load=checkpoint is not None,
+        config, parts, world, policy=measured_in, attribution=False, load=checkpoint is not None
     )
     progress = components.Progress()
     if checkpoint is None:

@@ -58,11 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ranks is None:
         ranks = 1 if config.strategy == "single" else default_ranks()[0]
     explanation = explain(config, ranks, _ranks_per_machine(ranks, config.ranks_per_machine))
-    text = (
-        json.dumps(explanation.as_mapping(), indent=2, default=plain)
-        if config.json
-        else "\n".join(report(explanation))
-    )
+    if config.json:
+        text = json.dumps(explanation.as_mapping(), indent=2, default=plain)
+    else:
+        text = "\n".join(report(explanation))
     sys.stdout.write(text + "\n")
     return 0
 

@@ -329,10 +329,9 @@ def differences(
             expected = group.computed
             if expected is not None and _differs(actual, expected, exact=kind == "products"):
                 yield line(f"{group.name} computes {kind}", actual, expected)
-        if group.low_precision and observed.low_precision.get(group.name, set()) != {
-            *group.low_precision
-        }:
-            found = " and ".join(sorted(observed.low_precision.get(group.name, ()))) or "none"
+        formats = observed.low_precision.get(group.name, set())
+        if group.low_precision and formats != {*group.low_precision}:
+            found = " and ".join(sorted(formats)) or "none"
             yield (
                 f"{group.name} has low-precision operands in {found}, but the policy {policy.name} "
                 f"specifies {' and '.join(group.low_precision)}"

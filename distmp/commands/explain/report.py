@@ -82,12 +82,9 @@ def _computed(group: ModuleGroup) -> str:
 
 def seen(explanation: Explanation, group: ModuleGroup) -> str:
     """Return the dtypes in which a group was observed to compute, or an empty string."""
-    low_precision = (
-        explanation.observed.low_precision.get(group.name) if group.low_precision else None
-    )
-    return " ".join(
-        sorted(low_precision or map(dtype_word, explanation.observed.in_group(group.name)))
-    )
+    observed = explanation.observed
+    formats = observed.low_precision.get(group.name) if group.low_precision else None
+    return " ".join(sorted(formats or map(dtype_word, observed.in_group(group.name))))
 
 
 def _memory(explanation: Explanation) -> Iterator[str]:
@@ -127,10 +124,9 @@ def _communication(explanation: Explanation) -> Iterator[str]:
     )
     if several:
         machines = counted(explanation.world_size // local, "machine")
-        sent = bytes_text(explanation.between_machines_bytes)
         yield from _wrapped(
             f"{machines} of {counted(local, 'rank')}; with one network card for each rank, "
-            f"each card sends {sent}"
+            f"each card sends {bytes_text(explanation.between_machines_bytes)}"
         )
 
 

@@ -109,12 +109,10 @@ def started(func: Any, args: Any) -> Collective | None:
     tensors = tensors_in(args)
     # Base operations take (output, input), list operations (outputs, inputs): the larger side is
     # the full tensor.
-    if name == "allgather_":
-        elements = sum(tensor.numel() for tensor in tensors_in(args[0]))
-    elif name in ("allreduce_", "broadcast_"):
-        elements = sum(tensor.numel() for tensor in tensors)
-    else:
+    if "_base_" in name:
         elements = max(tensor.numel() for tensor in tensors)
+    else:
+        elements = sum(tensor.numel() for tensor in tensors_in(args[0]))
     return Collective(KINDS[name][0], tensors[0].dtype, elements, group_ranks(args), 0, False)
 
 

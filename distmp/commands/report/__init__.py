@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_package("command line", "report", "matplotlib", "report")
     from distmp.commands.report.page import RecordedRun, page
 
-    directories = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
-    runs = [RecordedRun.read(directory) for directory in directories]
+    runs = [RecordedRun.read(path) for path in (arguments.run_dir, arguments.other) if path]
     target = arguments.to or arguments.run_dir / "report.html"
     try:
         with replacing(target) as file:

@@ -80,11 +80,9 @@ class RecordedRun:
         losses_of_validation = (r.validation_loss for r in records)
         validated = [v for v in losses_of_validation if v is not None and not math.isnan(v)]
         planned = self.config.get("steps")
-        seconds = sum(record.step_seconds for record in records)
+        of_planned = f" of {planned:,}" if isinstance(planned, int) else ""
         return {
-            "steps": f"{last.step:,} of {planned:,}"
-            if isinstance(planned, int)
-            else f"{last.step:,}",
+            "steps": f"{last.step:,}{of_planned}",
             f"loss, last {min(LAST_STEPS, len(records))} steps": (
                 f"{statistics.fmean(losses):.4f}" if losses else "none applied"
             ),
@@ -95,7 +93,7 @@ class RecordedRun:
                 f"{quantity(statistics.median(r.weight_per_second for r in records))} "
                 f"{self.throughput_unit}"
             ),
-            "time in steps": duration(seconds),
+            "time in steps": duration(sum(record.step_seconds for record in records)),
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
         }
 

@@ -105,10 +105,8 @@ class Checkpointing(Callback):
             raise TrainingError(f"{message}; {self.give_up(trainer, message)}")
         self.save_now(trainer)
         if message and trainer.world.rank == 0:
-            before = (
-                f", and continue from a checkpoint before step {step - skipped} with --resume PATH"
-            )
-            logger.warning("%s%s", message, before if applied else "")
+            before = f"a checkpoint before step {step - skipped} with --resume PATH"
+            logger.warning("%s%s", message, f", and continue from {before}" if applied else "")
 
     def on_exit(self, trainer: TrainingLoop, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
@@ -173,8 +171,7 @@ class Checkpointing(Callback):
 
 def _saves_later(trainer: TrainingLoop, step: int) -> bool:
     """Return whether a save may be due after `step` and before the end."""
-    settings = trainer.config.checkpoint
-    every = settings.every
+    every = trainer.config.checkpoint.every
     return every > 0 and (step // every + 1) * every < trainer.config.steps
 
 

@@ -6,10 +6,10 @@ import dataclasses
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.annotations import accepts, expected, members_of, nested
 from distmp.utils.files import located
 from distmp.utils.settings import from_mapping, section_advice, setting_annotations
@@ -49,7 +49,7 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         SystemExit: With code 0 after `--help`.
     """
     wants_help = not {"-h", "--help"}.isdisjoint(argv)
-    options = [*_options([word for word in argv if word not in ("-h", "--help")])]
+    options = _options([word for word in argv if word not in ("-h", "--help")])
     values = _file([words for setting, words in options if setting == "config"])
     if wants_help:
         _print_help(from_mapping(cls, values), prog, description)
@@ -79,29 +79,25 @@ def _file(given: Sequence[Sequence[str]]) -> dict[str, Any]:
     paths = [" ".join(words) for words in given]
     if not paths:
         return {}
-    if not all(paths):
-        raise ConfigError("--config", "", "give the name of a YAML file after it, or preset:NAME")
+    require(all(paths), "--config", "", "give the name of a YAML file after it, or preset:NAME")
     if len(paths) > 1:
         raise ConfigError("--config", paths[1], f"is given twice; the first is {paths[0]!r}")
     return read_yaml(located("--config", paths[0]))
 
 
-def _options(overrides: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each setting, and the words of its value."""
-    setting: str | None = None
-    words: list[str] = []
+def _options(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the name of each setting, and the words of its value."""
+    options: list[tuple[str, list[str]]] = []
     for word in overrides:
-        if not word.startswith("--"):
-            if setting is None:
-                raise _belongs_to_no_option(word)
-            words.append(word)
-            continue
-        if setting is not None:
-            yield setting, words
-        option, equals, value = word.partition("=")
-        setting, words = option.removeprefix("--").replace("-", "_"), [value] if equals else []
-    if setting is not None:
-        yield setting, words
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            setting = option.removeprefix("--").replace("-", "_")
+            options.append((setting, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise _belongs_to_no_option(word)
+    return options
 
 
 def _belongs_to_no_option(word: str) -> ConfigError:

@@ -41,9 +41,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is given twice", key.start_mark
-                    )
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
@@ -69,10 +68,9 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 def _add_scalars() -> None:
     _Loader.yaml_implicit_resolvers = {}
     for name, (pattern, first) in _SCALARS.items():
+        scalar = re.compile(f"(?:{pattern})$")
         for kind in (_Loader, _Dumper):
-            kind.add_implicit_resolver(
-                f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), first
-            )
+            kind.add_implicit_resolver(f"tag:yaml.org,2002:{name}", scalar, first)
     _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
