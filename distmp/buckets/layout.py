@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.utils.dtypes import is_dtensor
 
 # In elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
@@ -99,17 +99,15 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
             no gradient, has a dtype that cannot be summed in FP32, or is not held in full.
     """
     expected = "use model.named_parameters(), without frozen parameters"
-    if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
-        kind = type(named_parameters).__name__
-        problem = f"is not a list of names and parameters; {expected}"
-        raise ConfigError("named_parameters", kind, problem)
+    problem = f"is not a list of names and parameters; {expected}"
+    valid = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, nn.Module)
+    require(valid, "named_parameters", type(named_parameters).__name__, problem)
     by_name: dict[str, nn.Parameter] = {}
     entries = list(named_parameters)
     for entry in entries:
-        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
-            kind = type(entry).__name__
-            problem = f"is not a pair (name, parameter); {expected}"
-            raise ConfigError("named_parameters", kind, problem)
+        problem = f"is not a pair (name, parameter); {expected}"
+        valid = isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)
+        require(valid, "named_parameters", type(entry).__name__, problem)
         name, parameter = entry
         if not isinstance(parameter, nn.Parameter):
             problem = f"is a {type(parameter).__name__}, not a parameter; {expected}"
@@ -124,8 +122,7 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
         else:
             continue
         raise ConfigError("named_parameters", name, problem)
-    if not entries:
-        raise ConfigError("named_parameters", [], f"is empty; {expected}")
+    require(bool(entries), "named_parameters", [], f"is empty; {expected}")
     return entries
 
 

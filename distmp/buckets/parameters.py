@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.layout import BucketLayout, refuse_changed
 from distmp.distributed.collectives import all_gather
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import TrainingError, require
 from distmp.utils.host_copy import HostCopy
 from distmp.utils.tensor_trees import version_counters
 
@@ -127,8 +127,7 @@ class _WatchedCopies:
         while self._comparisons and self._comparisons[0].is_complete:
             equal = self._comparisons.pop(0).read()
             for name, is_equal in zip(self._parameters, equal, strict=True):
-                if not is_equal:
-                    raise ConfigError("model", name, WRITTEN)
+                require(is_equal, "model", name, WRITTEN)
 
 
 class _Flat(NamedTuple):
@@ -226,9 +225,7 @@ class FlatParameters(OptimizerParameters):
         if self._buckets.sharded:
             part = layout.shard(self._buckets.rank, self._buckets.world_size)
         own = parameters[part]
-        updated = own
-        if dtype != torch.float32:
-            updated = torch.zeros_like(own, dtype=torch.float32)
+        updated = own if dtype == torch.float32 else torch.zeros_like(own, dtype=torch.float32)
         self._flat.append(_Flat(updated, own, parameters))
         views = layout.views(parameters)
         masters = None if self._buckets.sharded else layout.views(updated)

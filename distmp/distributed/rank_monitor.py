@@ -144,17 +144,17 @@ class PendingDecision:
         group: Name of the process group.
         number: Index of the decision in the group, counted from 1.
         ranks: The global ranks of the group.
+        since: When the decision began, in seconds of the monotonic clock.
         is_over: Returns whether the device has completed the decision. A decision on the CPU is
             over when the reduction returns.
-        since: When the decision began, in seconds of the monotonic clock.
         has_warned: Whether the missing ranks were logged.
     """
 
     group: str
     number: int
     ranks: Sequence[int]
-    is_over: Callable[[], bool]
     since: float
+    is_over: Callable[[], bool] = lambda: False
     has_warned: bool = False
 
 
@@ -238,9 +238,7 @@ class RankMonitor:
         if name not in self._ranks:
             self._ranks[name] = dist.get_process_group_ranks(group)
         number = self.own.decisions[name] = self.own.decisions.get(name, 0) + 1
-        self._pending = PendingDecision(
-            name, number, self._ranks[name], lambda: False, time.monotonic()
-        )
+        self._pending = PendingDecision(name, number, self._ranks[name], time.monotonic())
         return self._pending
 
     def end(self) -> None:

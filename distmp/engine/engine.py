@@ -28,7 +28,7 @@ from distmp.engine.setup import LossFunction, set_up
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step import take_step
 from distmp.engine.wrong_index import LatestBatches
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import TrainingError, require
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state
 from distmp.parallel.reproducible import check_power_of_two
@@ -258,8 +258,8 @@ class Engine:
         with self.batches.explaining(), self._calls.call("step", waits=False):
             batches = self._checked_together(microbatches, count)
             self.batches.add(self._state.steps + 1, batches)
-            if isinstance(stop, str):  # every text would count as True
-                raise ConfigError("stop", stop, "use True or False")
+            # Every text would count as True.
+            require(not isinstance(stop, str), "stop", stop, "use True or False")
             first_step = None if self._first_step.is_done else self._first_step
             if first_step is not None:
                 first_step.before(batches[0])

@@ -123,11 +123,8 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     if unknown := [name for name in settings if name not in names]:
         advice = _INSTEAD_OF.get(unknown[0]) or nearest(unknown[0], names)
         raise TypeError(f"Engine() got an unexpected keyword argument {unknown[0]!r}: {advice}")
-    if not isinstance(config, EngineConfig | None):
-        name = type(config).__name__
-        raise ConfigError(
-            "config", name, "is not a distmp.EngineConfig; pass Engine(..., **settings)"
-        )
+    problem = "is not a distmp.EngineConfig; pass Engine(..., **settings)"
+    require(isinstance(config, EngineConfig | None), "config", type(config).__name__, problem)
     return replace(config or EngineConfig(), **settings)
 
 

@@ -12,7 +12,7 @@ from distmp.data import IGNORED
 from distmp.engine.outcome import MicrobatchStats
 from distmp.engine.setup import EngineSetup
 from distmp.engine.step_checks import check_weight
-from distmp.errors import ConfigError, listed
+from distmp.errors import listed, require
 from distmp.parallel.global_mean import is_mean
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
@@ -73,13 +73,12 @@ class FirstStep:
             tensor.grad is not None for tensor in (*trained, *strategy.module.parameters())
         )
         # A dropped microbatch does not count. Only this check reads the flags: the host waits.
-        if not (self._has_gradient or any(bool(flag) for flag in stats.dropped)):
-            raise ConfigError(
-                "loss",
-                getattr(loss, "__name__", type(loss).__name__),
-                f"gives none of the {len(trained)} trained parameters a gradient; run the module "
-                "that is passed to it, not another one, and return a loss of its output",
-            )
+        trains = self._has_gradient or any(bool(flag) for flag in stats.dropped)
+        problem = (
+            f"gives none of the {len(trained)} trained parameters a gradient; run the module "
+            "that is passed to it, not another one, and return a loss of its output"
+        )
+        require(trains, "loss", getattr(loss, "__name__", type(loss).__name__), problem)
 
     def after(self) -> list[str]:
         """End the step, and return warnings about likely mistakes."""

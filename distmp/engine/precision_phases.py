@@ -104,14 +104,13 @@ def phase_formats(
     Raises:
         ConfigError: If a policy differs in more than the formats of matmuls.
     """
-    if phases and not policy.has_low_precision_matmuls:
-        raise ConfigError(
-            PHASES,
-            phases[0].policy,
-            f"{policy.name}, the policy of the run, has no low-precision matmuls to change; use "
-            "fp8, fp8-rowwise, mxfp8 or nvfp4, and bf16 in a phase (with until_tokens: .inf, it "
-            "does not end)",
-        )
+    problem = (
+        f"{policy.name}, the policy of the run, has no low-precision matmuls to change; use fp8, "
+        "fp8-rowwise, mxfp8 or nvfp4, and bf16 in a phase (with until_tokens: .inf, it does not "
+        "end)"
+    )
+    for phase in phases:
+        require(policy.has_low_precision_matmuls, PHASES, phase.policy, problem)
     return [_formats_of(phase, policy) for phase in phases]
 
 

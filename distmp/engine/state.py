@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from distmp.optim.state import (
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.settings import loss_scale_rules
 from distmp.utils.flat_shard import global_shape
-from distmp.utils.tensor_trees import set_extra_state
+from distmp.utils.tensor_trees import set_extra_state, under
 
 
 def agree_on_nominal_weight(
@@ -82,7 +81,6 @@ GROUP = "group/"
 # Name of the number of tokens that `precision.phases` needs.
 TOKENS = "low_precision/tokens"
 
-T = TypeVar("T")
 
 # Shape and dtype of a stored tensor.
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -205,7 +203,7 @@ class EngineState:
                 f"{PHASES}: the checkpoint lacks the number of tokens, which only runs with phases "
                 "count; remove the phases, or use them from the start of the run"
             )
-        optimizer_state = _under("optimizer/", stored)
+        optimizer_state = under("optimizer/", stored)
         shapes = {name: global_shape(tensor) for name, tensor in self.weights().items()}
         optimizer, names = self._updates.optimizer, self._updates.names
         check_complete(optimizer, names, optimizer_state)
@@ -214,7 +212,7 @@ class EngineState:
         if self._updates.skips_on_device:
             prepare_for_device_skip(optimizer)
         self._strategy.used.unused = [
-            *_under(UNUSED, stored),
+            *under(UNUSED, stored),
             *never_updated(optimizer, names, optimizer_state),
         ]
         self._warn(
@@ -278,11 +276,11 @@ class EngineState:
         Args:
             live: The result of `prepare`.
         """
-        self.loss_scale.load_state_dict(_under("loss_scale/", live), quiet=self._is_quiet)
-        self.divergence.load_state_dict(_under("divergence/", live))
-        self._updates.restore_options(_under(GROUP, live))
+        self.loss_scale.load_state_dict(under("loss_scale/", live), quiet=self._is_quiet)
+        self.divergence.load_state_dict(under("divergence/", live))
+        self._updates.restore_options(under(GROUP, live))
         restore_numbers(self._updates.optimizer)
-        set_extra_state(self._strategy.module, _under("model/", live))
+        set_extra_state(self._strategy.module, under("model/", live))
         self._updates.tensors.forget_writes()
         self._updates.is_complete = True
         self._strategy.publish_weights()
@@ -299,12 +297,3 @@ class EngineState:
 
 def _is_rate(name: str) -> bool:
     return name.startswith(GROUP) and name.endswith(RATE)
-
-
-def _under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries whose names begin with a prefix, without it."""
-    return {
-        name.removeprefix(prefix): entry
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }

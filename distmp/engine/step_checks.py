@@ -123,11 +123,9 @@ def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:
     tensors = [item for item in microbatches[:2] if isinstance(item, Tensor)]
     same_type = len({(tensor.dtype, tensor.dim()) for tensor in tensors}) <= 1
     if len(tensors) == 2 and (isinstance(microbatches, tuple) or not same_type):
-        raise ConfigError(
-            "microbatches",
-            f"({', '.join(map(_describe, microbatches))})",
-            f"looks like one batch, such as (inputs, targets); {advice}",
-        )
+        shown = f"({', '.join(map(_describe, microbatches))})"
+        problem = f"looks like one batch, such as (inputs, targets); {advice}"
+        raise ConfigError("microbatches", shown, problem)
 
 
 def check_loss_function(loss: object) -> None:

@@ -16,6 +16,7 @@ from distmp.export.weights import PREFIX
 from distmp.models.architecture import described
 from distmp.utils.files import check_directory_name
 from distmp.utils.flat_shard import gathered, global_shape
+from distmp.utils.tensor_trees import under
 
 
 class RunningEngine(Protocol):
@@ -49,11 +50,7 @@ class EngineWeights:
 
     def __init__(self, state: Mapping[str, Tensor], *, keep: bool) -> None:
         self._keep = keep
-        self._state = {
-            name.removeprefix(PREFIX): tensor
-            for name, tensor in state.items()
-            if name.startswith(PREFIX)
-        }
+        self._state = under(PREFIX, state)
         self.specs = {
             name: torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
             for name, tensor in self._state.items()

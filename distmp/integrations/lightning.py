@@ -25,6 +25,7 @@ from distmp.precision.builders import refuse_low_precision_matmuls
 from distmp.precision.notation import LIGHTNING_POLICIES
 from distmp.precision.policy import dtype_word
 from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.local_gradients import parameters
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
@@ -399,7 +400,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         result = closure() if closure is not None else None
         self._weights.compare_use()
         if self._weights.in_use:
-            self._unscale(optimizer)
+            self.unscale_gradients(optimizer)
         output = self._step(optimizer)
         return output if closure is None else result
 
@@ -428,7 +429,7 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
         The Trainer has no public hook between backward and these hooks, which read gradients.
         """
-        self._unscale(optimizer)
+        self.unscale_gradients(optimizer)
         super()._after_closure(model, optimizer)
         if self.scaler is None:
             self._unscaled.pop(id(optimizer), None)
@@ -444,10 +445,6 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
     # Gradients
 
-    def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale gradients before Fabric clips them."""
-        self._unscale(optimizer)
-
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
         """Yield the parameters to clip: none if all ranks will skip the step.
 
@@ -457,21 +454,23 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         unscaled = id(optimizer) in self._unscaled
         if unscaled and self.scaler is not None and self.scaler.will_skip(optimizer):
             return
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from parameters(optimizer)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the norm of the unscaled gradient over all ranks, for the Trainer."""
-        self._unscale(unwrapped(optimizer))
+        self.unscale_gradients(unwrapped(optimizer))
         self._clipper.clip_grad_norm_(unwrapped(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clip each value of the unscaled gradient, for the Trainer."""
-        self._unscale(unwrapped(optimizer))
+        self.unscale_gradients(unwrapped(optimizer))
         super().clip_grad_by_value(unwrapped(optimizer), clip_val)
 
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale gradients and divide them by the weights, unless that was done for this step."""
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale gradients and divide them by the weights, unless that was done for this step.
+
+        Fabric calls it before it clips gradients.
+        """
         self._weights.compare_use()
         if self.scaler is None and not self._weights.in_use:
             return

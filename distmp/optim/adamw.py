@@ -266,13 +266,12 @@ def start_of(tensor: Tensor) -> int:
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(placement.is_shard() and not placement.is_shard(0) for placement in tensor.placements):
-        raise ConfigError(
-            "optimizer",
-            "AdamW",
-            f"has a parameter that is sharded as {tensor.placements}, not by rows; use "
-            "torch.optim.AdamW for tensor-parallel parameters",
-        )
+    problem = (
+        f"has a parameter that is sharded as {tensor.placements}, not by rows; use "
+        "torch.optim.AdamW for tensor-parallel parameters"
+    )
+    by_rows = all(placement.is_shard(0) for placement in tensor.placements if placement.is_shard())
+    require(by_rows, "optimizer", "AdamW", problem)
     _, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )

@@ -74,9 +74,8 @@ def optimizer_factory(
     for name, value in config.options.items():
         setting = f"optim.options.{name}"
         require(name not in OWN_SETTINGS, setting, value, f"set optim.{name} instead")
-        if name not in choices and not accepts_any:
-            problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
-            raise ConfigError(setting, value, problem)
+        problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
+        require(name in choices or accepts_any, setting, value, problem)
         default = accepted[name].default if name in accepted else None
         # torch counts the text 'no' as true. Its `foreach` and `fused` are None by default.
         is_switch = isinstance(default, bool) or name in ("foreach", "fused")
@@ -111,9 +110,8 @@ def _with_groups(
         except ConfigError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                "optim.options", config.options, f"refused by {config.name}: {error}"
-            ) from error
+            problem = f"refused by {config.name}: {error}"
+            raise ConfigError("optim.options", config.options, problem) from error
         problem = (
             f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
             "torch.optim.Optimizer"
@@ -156,9 +154,8 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         decay = config.decay_steps
         require((decay or 0) <= most, "schedule.decay_steps", decay, problem)
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
-    if ":" not in config.name:
-        problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
-        raise ConfigError("schedule.name", config.name, problem)
+    problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
+    require(":" in config.name, "schedule.name", config.name, problem)
     build = load_callable("schedule.name", config.name)
 
     def imported(
@@ -167,9 +164,8 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         try:
             scheduler: lr_scheduler.LRScheduler = build(optimizer, **config.options)
         except ERRORS as error:
-            raise ConfigError(
-                "schedule.options", config.options, f"refused by {config.name}: {error}"
-            ) from error
+            problem = f"refused by {config.name}: {error}"
+            raise ConfigError("schedule.options", config.options, problem) from error
         _check_end(scheduler, config, steps)
         return scheduler
 

@@ -353,14 +353,13 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
     """Divide a group into the tensors that Muon updates and the others."""
     parts: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
     entries = group["params"]
+    nameless = (
+        "needs the names of its tensors to tell hidden matrices from embeddings and heads; pass "
+        "[(name, tensor), ...], such as model.named_parameters()"
+    )
     for entry in [entries] if isinstance(entries, Tensor) else entries:
-        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
-            raise ConfigError(
-                "optimizer",
-                "Muon",
-                "needs the names of its tensors to tell hidden matrices from embeddings and heads; "
-                "pass [(name, tensor), ...], such as model.named_parameters()",
-            )
+        named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        require(named, "optimizer", "Muon", nameless)
         name, tensor = entry
         hidden = group.get("muon", is_hidden(name, tensor, adamw))
         problem = (

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import nearest, require
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.keep import forward_function
 
@@ -75,10 +75,6 @@ def _registered(block: nn.Module) -> dict[_Buffer, Tensor]:
     }
 
 
-def _copy(buffer: Tensor) -> Tensor:
-    return buffer.detach().clone()
-
-
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], _Recomputation]:
     """Return contexts of forward and recomputation, see Note [Buffers and recomputation]."""
     values: dict[_Buffer, Tensor] = {}
@@ -90,7 +86,7 @@ def _kept_initial_values(block: nn.Module, values: dict[_Buffer, Tensor]) -> Ite
     """Add a copy of the initial value of each buffer that a forward writes to `values`."""
     before = _registered(block)
     versions = {key: buffer._version for key, buffer in before.items()}
-    values.update((key, _copy(buffer)) for key, buffer in before.items())
+    values.update((key, buffer.detach().clone()) for key, buffer in before.items())
     try:
         yield
     finally:
@@ -112,7 +108,7 @@ class _Recomputation:
         copies: dict[int, Tensor] = {}
         for key, buffer in self._buffers.items():
             if id(buffer) not in copies:  # one buffer may have several names
-                copies[id(buffer)] = _copy(self._values.get(key, buffer))
+                copies[id(buffer)] = self._values.get(key, buffer).detach().clone()
             setattr(*key, copies[id(buffer)])
 
     def __exit__(self, *_: object) -> None:
@@ -176,8 +172,7 @@ def prepare_blocks(
         return
     blocks = outermost(find_blocks(model, config.sharding.wrap))
     for setting in ("compile", "activation_checkpointing"):
-        if not blocks and getattr(config, setting) == "blocks":
-            raise ConfigError(setting, "blocks", NO_BLOCKS)
+        require(bool(blocks) or getattr(config, setting) != "blocks", setting, "blocks", NO_BLOCKS)
     if recomputes:
         for block in blocks.values():
             checkpoint_activations(block, None if config.compile == "none" else backend)
@@ -208,11 +203,10 @@ NO_BLOCKS = (
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     candidates = list(_candidates(model))
+    names = {type(part).__name__ for _, part in candidates}
     for pattern in patterns:
-        if not any(_matches(pattern, name, part) for name, part in candidates):
-            names = {type(part).__name__ for _, part in candidates}
-            problem = f"matches no module; {nearest(pattern, names)}"
-            raise ConfigError("sharding.wrap", pattern, problem)
+        known = any(_matches(pattern, name, part) for name, part in candidates)
+        require(known, "sharding.wrap", pattern, f"matches no module; {nearest(pattern, names)}")
     return {
         name: part
         for name, part in candidates

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from distmp.buckets.used_parameters import weights_used_once
-from distmp.errors import ConfigError, SetupError
+from distmp.errors import SetupError, require
 from distmp.utils.dtypes import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
@@ -169,14 +169,14 @@ def refuse_replaced_parameters(model: nn.Module) -> None:
     Raises:
         ConfigError: Naming a replaced parameter.
     """
+    problem = (
+        "is replaced by another tensor in forward (torch.func.functional_call), but FSDP computes "
+        "with the parameter; use the strategy 'ddp'"
+    )
     for parameter in _parameters(model):
         info = parameter._module_info
-        if not isinstance(getattr(info.module, info.param_name), nn.Parameter):
-            problem = (
-                "is replaced by another tensor in forward (torch.func.functional_call), but "
-                "FSDP computes with the parameter; use the strategy 'ddp'"
-            )
-            raise ConfigError("model", info.param_name, problem)
+        kept = isinstance(getattr(info.module, info.param_name), nn.Parameter)
+        require(kept, "model", info.param_name, problem)
 
 
 def watch_reductions(model: nn.Module, used: _Watch, before: _Watch, reduced: _Watch) -> None:
@@ -262,16 +262,15 @@ def _upcast_partial(group: Any, post_backward: Callable[..., None], *unused: Any
 
     It converts all gradients of the group, which have to have one dtype (pytorch#196996).
     """
-    gradients = [getattr(part, "_unsharded_param", None) for part in group.fsdp_params]
-    gradients = [parameter.grad for parameter in gradients if parameter is not None]
-    if any(gradient is not None and _is_partial(gradient) for gradient in gradients):
+    gathered = filter(_was_gathered, group.fsdp_params)
+    if any(_is_partial(part._unsharded_param.grad) for part in gathered):
         for part in group.fsdp_params:
             for name in UPCASTS:
                 getattr(part, name)()
     post_backward(*unused)
 
 
-def _is_partial(gradient: torch.Tensor) -> bool:
+def _is_partial(gradient: Any) -> bool:
     return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
@@ -318,9 +317,9 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
 
 def fsdp2_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that FSDP2 shards or replicates, also as they are in forward."""
-    for parameter in (each for group in _groups(model) for each in group.fsdp_params):
+    for parameter in _parameters(model):
         yield parameter.sharded_param
-        if hasattr(parameter, "_unsharded_param"):
+        if _was_gathered(parameter):
             yield parameter._unsharded_param
 
 

@@ -52,8 +52,7 @@ class Replicated(strategy.Strategy):
         settings: AccumulationSettings,
         values: InitialValues,
     ) -> None:
-        self._settings = settings
-        check_buckets(policy, self._settings)
+        check_buckets(policy, settings)
         if world.group is not None:
             _check_embeddings(module)
         self._world = world
@@ -74,13 +73,13 @@ class Replicated(strategy.Strategy):
         self._shapes = {name: parameter.shape for name, parameter in named}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: list[BufferValues] = []
-        self._drops = self._settings.on_nonfinite == "drop_microbatch"
+        self._drops = settings.on_nonfinite == "drop_microbatch"
         self._buckets = Fp32GradBuckets(
             named,
             world.group,
             reduce_dtype=policy.reduce_dtype,
-            shard=self._settings.shard_optimizer,
-            reproducible=self._settings.reproducible,
+            shard=settings.shard_optimizer,
+            reproducible=settings.reproducible,
             drop_non_finite=self._drops,
         )
         self.used = self._buckets.used
@@ -91,7 +90,7 @@ class Replicated(strategy.Strategy):
             self._parameters = FlatParameters(self._buckets, fp32)
         self._known = strategy.KnownParameters(module)
         self._buffer_batches = BufferBatches(module)
-        if self._settings.reproducible and world.world_size > 1:
+        if settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
     def check_model(self) -> None:

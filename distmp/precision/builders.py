@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 from distmp.precision import keep
 from distmp.precision.functions import functions_in_fp32
 from distmp.precision.notation import name_of
@@ -135,13 +135,13 @@ def fsdp1_policy(policy: PrecisionPolicy) -> MixedPrecision:
 
 
 def _check_shards_accumulate(target: str, policy: PrecisionPolicy) -> None:
-    if policy.accumulate_dtype != policy.param_dtype:
-        _refuse(
-            policy,
-            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} "
-            f"gives gradients the dtype of their shard, {dtype_name(policy.param_dtype)}; use "
-            f"accumulate={dtype_word(policy.param_dtype)}, or param=fp32",
-        )
+    problem = (
+        f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} "
+        f"gives gradients the dtype of their shard, {dtype_name(policy.param_dtype)}; use "
+        f"accumulate={dtype_word(policy.param_dtype)}, or param=fp32"
+    )
+    accumulates = policy.accumulate_dtype == policy.param_dtype
+    require(accumulates, "precision.policy", policy.name, problem)
 
 
 def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
@@ -155,14 +155,14 @@ def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
             products of the policy have fewer than 16 bits.
     """
     refuse_low_precision_matmuls(policy)
-    if policy.accumulate_dtype != policy.module_dtype:
-        _refuse(
-            policy,
-            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but "
-            f"DistributedDataParallel sums them in the {dtype_name(policy.module_dtype)} of the "
-            f"parameters; use accumulate={dtype_word(policy.module_dtype)}, a policy with autocast,"
-            " or distmp.Engine",
-        )
+    problem = (
+        f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but "
+        f"DistributedDataParallel sums them in the {dtype_name(policy.module_dtype)} of the "
+        f"parameters; use accumulate={dtype_word(policy.module_dtype)}, a policy with autocast,"
+        " or distmp.Engine"
+    )
+    accumulates = policy.accumulate_dtype == policy.module_dtype
+    require(accumulates, "precision.policy", policy.name, problem)
     one_dtype = not (policy.casts_parameters and policy.keep_fp32)
     if policy.reduce_dtype == policy.module_dtype and one_dtype:
         return None
@@ -190,15 +190,11 @@ def refuse_low_precision_matmuls(policy: PrecisionPolicy) -> None:
         ConfigError: For such a policy.
     """
     if policy.has_low_precision_matmuls:
-        _refuse(
-            policy,
+        problem = (
             "has matrix products with fewer than 16 bits, which only distmp.Engine and the trainer "
-            f"compute; use one of them, or here {name_of(policy.high_precision)!r}",
+            f"compute; use one of them, or here {name_of(policy.high_precision)!r}"
         )
-
-
-def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:
-    raise ConfigError("precision.policy", policy.name, problem)
+        raise ConfigError("precision.policy", policy.name, problem)
 
 
 def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:

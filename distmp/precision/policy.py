@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
-from distmp.errors import ConfigError
+from distmp.errors import require
 from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.dtypes import dtype_name
 
@@ -149,43 +149,36 @@ class PrecisionPolicy:
         return self.compute_dtype if self.casts_parameters else self.param_dtype
 
     def _check_values(self) -> None:
-        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
-            self._refuse("name", "use a word or two on one line")
+        valid = isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None
+        self._require(valid, "name", "use a word or two on one line")
+        problem = f"choose one of {', '.join(map(dtype_name, DTYPES))}"
         for key in ("param", "compute", "reduce", "accumulate", "output", "buffer"):
             allowed = (*DTYPES, None) if key == "buffer" else DTYPES
-            if getattr(self, f"{key}_dtype") not in allowed:
-                self._refuse(key, f"choose one of {', '.join(map(dtype_name, DTYPES))}")
+            self._require(getattr(self, f"{key}_dtype") in allowed, key, problem)
         for key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
-            if not isinstance(getattr(self, key), bool):
-                self._refuse(key, "use True or False")
+            self._require(isinstance(getattr(self, key), bool), key, "use True or False")
         for key in ("keep_fp32", "hp"):
             self._check_patterns(key, getattr(self, key))
 
     def _check_patterns(self, key: str, patterns: Any) -> None:
-        if not isinstance(patterns, tuple):
-            self._refuse(key, "use a tuple of patterns")
+        self._require(isinstance(patterns, tuple), key, "use a tuple of patterns")
         for pattern in patterns:
-            if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
-                self._refuse(key, "use a pattern without spaces, ',', '|' and '='", pattern)
-        if len(set(patterns)) < len(patterns):
-            self._refuse(key, "names a pattern twice")
+            valid = isinstance(pattern, str) and _PATTERN.fullmatch(pattern) is not None
+            self._require(valid, key, "use a pattern without spaces, ',', '|' and '='", pattern)
+        self._require(len(set(patterns)) == len(patterns), key, "names a pattern twice")
 
     def _check_formats(self) -> None:
         for key in ("forward", "grad", "wgrad"):
             self._check_format(key, getattr(self, f"{key}_format"))
-        if self.scaling not in SCALINGS:
-            self._refuse("scaling", f"choose one of {', '.join(SCALINGS)}")
+        choices = f"choose one of {', '.join(SCALINGS)}"
+        self._require(self.scaling in SCALINGS, "scaling", choices)
         if not self.has_low_precision_matmuls:
-            if self.scaling != "tensor":
-                self._refuse("scaling", "no product has a low-precision format; set forward")
-            if self.hp:
-                self._refuse("hp", "no product has a low-precision format; remove it")
+            problem = "no product has a low-precision format"
+            self._require(self.scaling == "tensor", "scaling", f"{problem}; set forward")
+            self._require(not self.hp, "hp", f"{problem}; remove it")
             return
-        if self.compute_dtype != torch.bfloat16:
-            self._refuse(
-                "compute",
-                "results of low-precision matmuls need bfloat16's range; use compute=bf16",
-            )
+        problem = "results of low-precision matmuls need bfloat16's range; use compute=bf16"
+        self._require(self.compute_dtype == torch.bfloat16, "compute", problem)
 
     def _check_format(self, key: str, value: Any) -> None:
         if value == dtype_word(self.compute_dtype):
@@ -194,112 +187,96 @@ class PrecisionPolicy:
             return
         if value is None:
             return
-        if value not in LOW_PRECISION_FORMATS:
-            self._refuse(key, f"choose one of {', '.join(LOW_PRECISION_FORMATS)}, bf16")
-        if (value == "e2m1") != (self.scaling == "block16"):
-            self._refuse(
-                key,
-                "4 bits need the scales of NVFP4; use scaling=block16"
-                if value == "e2m1"
-                else "scaling=block16 is for e2m1; use scaling=tensor, row or block32",
-            )
+        choices = f"choose one of {', '.join(LOW_PRECISION_FORMATS)}, bf16"
+        self._require(value in LOW_PRECISION_FORMATS, key, choices)
+        problem = "scaling=block16 is for e2m1; use scaling=tensor, row or block32"
+        if value == "e2m1":
+            problem = "4 bits need the scales of NVFP4; use scaling=block16"
+        self._require((value == "e2m1") == (self.scaling == "block16"), key, problem)
 
     def _check_weights(self) -> None:
-        if self.autocast and self.compute_dtype == torch.float32:
-            self._refuse("autocast", "FP32 compute needs no autocast; set it to False")
-        if self.stochastic_rounding and self.param_dtype == torch.float32:
-            self._refuse(
-                "stochastic_rounding",
-                "rounds 16-bit weights, and this policy has FP32 weights; remove it, or use "
-                "bf16-pure",
-            )
-        if self.param_dtype == torch.float32:
+        valid = not self.autocast or self.compute_dtype != torch.float32
+        self._require(valid, "autocast", "FP32 compute needs no autocast; set it to False")
+        problem = (
+            "rounds 16-bit weights, and this policy has FP32 weights; remove it, or use bf16-pure"
+        )
+        in_fp32 = self.param_dtype == torch.float32
+        self._require(not (self.stochastic_rounding and in_fp32), "stochastic_rounding", problem)
+        if in_fp32:
             return
-        if self.param_dtype == torch.float16:
-            self._refuse(
-                "param",
-                "float16 weights lose small updates, and Adam's epsilon of 1e-8 becomes zero; use "
-                "FP32 weights with param=fp32",
-            )
-        if self.autocast:
-            self._refuse("param", "autocast casts from FP32 weights; use param=fp32")
-        if self.param_dtype != self.compute_dtype:
-            self._refuse(
-                "param",
-                f"is not the compute dtype {dtype_name(self.compute_dtype)}; use param=fp32",
-            )
+        problem = (
+            "float16 weights lose small updates, and Adam's epsilon of 1e-8 becomes zero; use "
+            "FP32 weights with param=fp32"
+        )
+        self._require(self.param_dtype != torch.float16, "param", problem)
+        problem = "autocast casts from FP32 weights; use param=fp32"
+        self._require(not self.autocast, "param", problem)
+        problem = f"is not the compute dtype {dtype_name(self.compute_dtype)}; use param=fp32"
+        self._require(self.param_dtype == self.compute_dtype, "param", problem)
 
     def _check_gradients(self) -> None:
-        if {self.reduce_dtype, self.compute_dtype} == {*SIXTEEN_BIT}:
-            computed = dtype_name(self.compute_dtype)
-            self._refuse(
-                "reduce",
-                f"cannot represent {computed} gradients and saves nothing; use "
-                f"reduce={dtype_word(self.compute_dtype)} or reduce=fp32",
-            )
+        problem = (
+            f"cannot represent {dtype_name(self.compute_dtype)} gradients and saves nothing; use "
+            f"reduce={dtype_word(self.compute_dtype)} or reduce=fp32"
+        )
+        differ = {self.reduce_dtype, self.compute_dtype} == {*SIXTEEN_BIT}
+        self._require(not differ, "reduce", problem)
         if self.accumulate_dtype == torch.float32:
             return
-        if self.param_dtype == torch.float32:
-            self._refuse(
-                "accumulate",
-                "FP32 weights need sums in float32; 16 bits are for policies with 16-bit weights "
-                "(bf16-pure)",
-            )
-        if self.accumulate_dtype != self.param_dtype:
-            self._refuse(
-                "accumulate",
-                f"differs from the {dtype_name(self.param_dtype)} weights; use fp32 or "
-                f"{dtype_word(self.param_dtype)}",
-            )
+        problem = (
+            "FP32 weights need sums in float32; 16 bits are for policies with 16-bit weights "
+            "(bf16-pure)"
+        )
+        self._require(self.param_dtype != torch.float32, "accumulate", problem)
+        problem = (
+            f"differs from the {dtype_name(self.param_dtype)} weights; use fp32 or "
+            f"{dtype_word(self.param_dtype)}"
+        )
+        self._require(self.accumulate_dtype == self.param_dtype, "accumulate", problem)
 
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool):
-            if not SMALLEST_LOSS_SCALE <= scale <= LARGEST_LOSS_SCALE:
-                self._refuse("loss_scale", "use a number from 2^-126 to 2^126")
-        elif scale not in (None, "dynamic"):
-            self._refuse("loss_scale", 'use "dynamic", a number, or None')
+            in_range = SMALLEST_LOSS_SCALE <= scale <= LARGEST_LOSS_SCALE
+            self._require(in_range, "loss_scale", "use a number from 2^-126 to 2^126")
+        else:
+            known = scale in (None, "dynamic")
+            self._require(known, "loss_scale", 'use "dynamic", a number, or None')
         has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
-        if has_fp16 and scale is None:
-            self._refuse(
-                "loss_scale",
-                "float16 gradients below 6e-8 become zero without a loss scale; use 'dynamic'",
-            )
+        problem = "float16 gradients below 6e-8 become zero without a loss scale; use 'dynamic'"
+        self._require(scale is not None or not has_fp16, "loss_scale", problem)
 
     def _check_module(self) -> None:
-        if self.output_dtype not in (torch.float32, self.compute_dtype):
-            self._refuse(
-                "output",
-                f"is not the compute dtype {dtype_name(self.compute_dtype)}; use "
-                f"fp32 or {dtype_word(self.compute_dtype)}",
-            )
-        if self.buffer_dtype in SIXTEEN_BIT and self.buffer_dtype != self.module_dtype:
-            self._refuse(
-                "buffer",
-                f"parameters are held in {dtype_name(self.module_dtype)}, and layers need both in "
-                "one dtype; use fp32 or remove it",
-            )
-        if self.keep_fp32 and self.compute_dtype == torch.float32:
-            self._refuse(
-                "keep_fp32",
-                "TF32 is set for the process, so no module can be excluded"
-                if self.tf32
-                else "everything is computed in FP32 already; remove it",
-            )
-        if self.kept_functions and self.autocast:
-            self._refuse(
-                "keep_fp32",
-                "torch's autocast selects the functions in FP32; remove them or use autocast=false",
-            )
-        if self.tf32 and self.compute_dtype != torch.float32:
-            self._refuse("tf32", "applies only to FP32; use compute=fp32 or set it to False")
+        problem = (
+            f"is not the compute dtype {dtype_name(self.compute_dtype)}; use "
+            f"fp32 or {dtype_word(self.compute_dtype)}"
+        )
+        valid = self.output_dtype in (torch.float32, self.compute_dtype)
+        self._require(valid, "output", problem)
+        problem = (
+            f"parameters are held in {dtype_name(self.module_dtype)}, and layers need both in "
+            "one dtype; use fp32 or remove it"
+        )
+        valid = self.buffer_dtype in (None, torch.float32, self.module_dtype)
+        self._require(valid, "buffer", problem)
+        problem = "everything is computed in FP32 already; remove it"
+        if self.tf32:
+            problem = "TF32 is set for the process, so no module can be excluded"
+        in_fp32 = self.compute_dtype == torch.float32
+        self._require(not (self.keep_fp32 and in_fp32), "keep_fp32", problem)
+        problem = (
+            "torch's autocast selects the functions in FP32; remove them or use autocast=false"
+        )
+        self._require(not (self.kept_functions and self.autocast), "keep_fp32", problem)
+        problem = "applies only to FP32; use compute=fp32 or set it to False"
+        self._require(in_fp32 or not self.tf32, "tf32", problem)
 
-    def _refuse(self, key: str, problem: str, *values: object) -> NoReturn:
-        """Refuse the value of a field, or one of its values."""
+    def _require(self, valid: bool, key: str, problem: str, *values: object) -> None:
+        """Refuse the value of a field, or one of its values, unless it is valid."""
         value = values[0] if values else getattr(self, FIELDS[key])
         if isinstance(value, torch.dtype) and value in DTYPES:
             value = dtype_word(value)  # as the user has written it
-        raise ConfigError(f"precision.policy.{key}", value, problem)
+        require(valid, f"precision.policy.{key}", value, problem)
 
 
 # Name of each field by its key in text and in mappings.

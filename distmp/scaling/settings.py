@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.annotations import check_types, consequential
 
@@ -50,18 +50,16 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         check_types(self, "precision.loss_scale")
         for name in ("init", "min_scale", "max_scale"):
-            if not SMALLEST_LOSS_SCALE <= getattr(self, name) <= LARGEST_LOSS_SCALE:
-                self._refuse(name, "use a number from 2^-126 to 2^126")
-        if not 1 < self.growth_factor < math.inf:
-            self._refuse("growth_factor", "use a finite number above 1")
-        if not 0 < self.backoff_factor < 1:
-            self._refuse("backoff_factor", "use a number between 0 and 1")
+            valid = SMALLEST_LOSS_SCALE <= getattr(self, name) <= LARGEST_LOSS_SCALE
+            self._require(valid, name, "use a number from 2^-126 to 2^126")
+        valid = 1 < self.growth_factor < math.inf
+        self._require(valid, "growth_factor", "use a finite number above 1")
+        self._require(0 < self.backoff_factor < 1, "backoff_factor", "use a number between 0 and 1")
         for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                self._refuse(name, "use 1 or more steps")
-        if self.dynamic and not self.min_scale <= self.init <= self.max_scale:
-            limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
-            self._refuse("init", f"must be between {limits}")
+            self._require(getattr(self, name) >= 1, name, "use 1 or more steps")
+        limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
+        valid = not self.dynamic or self.min_scale <= self.init <= self.max_scale
+        self._require(valid, "init", f"must be between {limits}")
 
     @classmethod
     def for_short_runs(cls, **changes: Any) -> LossScaleConfig:
@@ -90,8 +88,8 @@ class LossScaleConfig:
             return self.init
         return min(max(value, self.min_scale), self.max_scale)
 
-    def _refuse(self, name: str, problem: str) -> None:
-        raise ConfigError(f"precision.loss_scale.{name}", getattr(self, name), problem)
+    def _require(self, valid: bool, name: str, problem: str) -> None:
+        require(valid, f"precision.loss_scale.{name}", getattr(self, name), problem)
 
 
 def loss_scale_rules(

@@ -8,7 +8,7 @@ import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from distmp.utils.dtypes import dtype_name
 # Longer lists are data, such as token ids.
 _MOST_DESCRIBED = 8
 _PLAIN = (type(None), bool, int, float, str)
+T = TypeVar("T")
 
 
 def described(tree: Any) -> str:
@@ -189,3 +190,12 @@ def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
 def version_counters(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often torch has counted an in-place write to each tensor."""
     return list(map(attrgetter("_version"), tensors))
+
+
+def under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries whose names begin with a prefix, without it."""
+    return {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
