@@ -218,6 +218,11 @@ class CheckpointWriter:
             problem = str(error)
         self._record(step, problem, time.perf_counter() - started)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written on this rank."""
+        return self._pending is not None and self._pending.thread.is_alive()
+
     def release(self) -> None:
         """Wait until the tensors that the pending save copies may change; it continues to write."""
         if self._pending is not None:
@@ -232,7 +237,7 @@ class CheckpointWriter:
 
     def report(self) -> None:
         """Record a save that has ended."""
-        if self._pending is not None and not self._pending.thread.is_alive():
+        if self._pending is not None and not self.is_writing:
             self.finish()
 
     def check(self) -> None:
