@@ -281,9 +281,10 @@ class MixedPrecision(_Base):  # type: ignore[misc]
 
         The gradient is that of the sum of all losses divided by the sum of all weights, over all
         microbatches and ranks of a step. Use it for every microbatch of every rank, with one
-        optimizer, and do not divide the result, which causes a warning. Gradients that `zero_grad`
-        removes without a step keep their weight, so the next step would be too small: leave out a
-        microbatch before its loss. A step waits for the device, to read the sum of weights.
+        optimizer, and do not divide the result, which causes a warning. After `zero_grad` without a
+        step, the weight of the removed gradients still counts, so the next step would be too small:
+        to skip a microbatch, do not call this method for it. A step waits for the device, to read
+        the sum of weights.
 
         Args:
             loss_sum: 0-dim sum of the losses of the samples or tokens of this microbatch. A loss
