@@ -508,8 +508,15 @@ class Fp32GradBuckets:
                 # On a GPU, one launch copies many gradients, and each addition is a launch.
                 small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
                 added = small and self._sums is None
-                places = bucket, next(index)
-                slot = _Slot(name, parameter, parameter.stride(), *places, parameter, added)
+                slot = _Slot(
+                    name=name,
+                    parameter=parameter,
+                    strides=parameter.stride(),
+                    bucket=bucket,
+                    index=next(index),
+                    target=parameter,
+                    starts_at_zero=added,
+                )
                 hook = _hook(weakref.ref(self), weakref.ref(slot))
                 slot.hook_id = parameter.register_post_accumulate_grad_hook(hook).id
                 yield slot

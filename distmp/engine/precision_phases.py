@@ -104,13 +104,13 @@ def phase_formats(
     Raises:
         ConfigError: If a policy differs in more than the formats of matmuls.
     """
-    problem = (
-        f"{policy.name}, the policy of the run, has no low-precision matmuls to change; use fp8, "
-        "fp8-rowwise, mxfp8 or nvfp4, and bf16 in a phase (with until_tokens: .inf, it does not "
-        "end)"
-    )
-    for phase in phases:
-        require(policy.has_low_precision_matmuls, PHASES, phase.policy, problem)
+    if phases and not policy.has_low_precision_matmuls:
+        problem = (
+            f"{policy.name}, the policy of the run, has no low-precision matmuls to change; use "
+            "fp8, fp8-rowwise, mxfp8 or nvfp4, and bf16 in a phase (with until_tokens: .inf, it "
+            "does not end)"
+        )
+        raise ConfigError(PHASES, phases[0].policy, problem)
     return [_formats_of(phase, policy) for phase in phases]
 
 

@@ -132,7 +132,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         else:
             check_replicated(self.policy)
-        _check_shared(self.policy)
+        own = arguments["mixed_precision"]
+        used = AcceleratorState().mixed_precision if AcceleratorState._shared_state else own
+        _check_shared(used, self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
@@ -179,7 +181,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
-        _check_shared(self.policy)
+        _check_shared(self.mixed_precision, self.policy)
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
             if self.shards:
@@ -204,7 +206,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
-        _check_shared(self.policy)
+        _check_shared(self.mixed_precision, self.policy)
         super().backward(loss, **arguments)
         if self.policy.loss_scale is not None and self.scaler._latest_found_inf is None:
             for optimizer in self._optimizers:
@@ -383,15 +385,13 @@ def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
     return int(steps) == 1
 
 
-def _check_shared(policy: PrecisionPolicy) -> None:
+def _check_shared(used: str, policy: PrecisionPolicy) -> None:
     """Refuse another precision than that of accelerate's state, which all Accelerators share."""
-    own = mixed_precision(policy)
-    used = AcceleratorState().mixed_precision if AcceleratorState._shared_state else own
     problem = (
         f"accelerate has one precision per process, and another Accelerator uses {used!r}; use"
         " another process, or with Transformers, train before you create the next TrainingArguments"
     )
-    require(used == own, "precision.policy", policy.name, problem)
+    require(used == mixed_precision(policy), "precision.policy", policy.name, problem)
 
 
 def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:

@@ -74,8 +74,9 @@ def optimizer_factory(
     for name, value in config.options.items():
         setting = f"optim.options.{name}"
         require(name not in OWN_SETTINGS, setting, value, f"set optim.{name} instead")
-        problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
-        require(name in choices or accepts_any, setting, value, problem)
+        if name not in choices and not accepts_any:
+            problem = f"{nearest(name, choices)}; optim.options: {{}} removes all options"
+            raise ConfigError(setting, value, problem)
         default = accepted[name].default if name in accepted else None
         # torch counts the text 'no' as true. Its `foreach` and `fused` are None by default.
         is_switch = isinstance(default, bool) or name in ("foreach", "fused")

@@ -216,8 +216,11 @@ class LearningRates:
                 return rate.detach().reshape(()).to(self._device)
             return float(rate)
         count, known = len(self._groups), len(self._rows[0])
-        problem = f"the schedule has rates for {known} groups; build a new engine for other groups"
-        require(count == known, "optimizer.param_groups", count, problem)
+        if count != known:
+            problem = (
+                f"the schedule has rates for {known} groups; build a new engine for other groups"
+            )
+            raise ConfigError("optimizer.param_groups", count, problem)
         self._check_untouched()
         self._extend(at_most + 1)
         try:

@@ -106,6 +106,7 @@ class OptimizerTensors:
         self._updated = self._tensor_ids()
         # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
+        self._has_other_step = not inherits_step(optimizer)
         optimizer.register_step_pre_hook(self._refuse_step)
         # Before hooks of the user, which may clear gradients.
         optimizer.register_step_post_hook(self._end_step)
@@ -133,7 +134,7 @@ class OptimizerTensors:
         )
         ours = ("distmp.", "torch.")  # torch.profiler has a hook
         has_hook = any(not str(hook.__module__).startswith(ours) for hook in hooks)
-        return has_hook or not inherits_step(self.optimizer)
+        return has_hook or self._has_other_step
 
     def forget_writes(self) -> None:
         """Count `writes` from 0 on."""

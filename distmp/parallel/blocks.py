@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.errors import nearest, require
+from distmp.errors import ConfigError, nearest, require
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.keep import forward_function
 
@@ -205,8 +205,9 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     candidates = list(_candidates(model))
     names = {type(part).__name__ for _, part in candidates}
     for pattern in patterns:
-        known = any(_matches(pattern, name, part) for name, part in candidates)
-        require(known, "sharding.wrap", pattern, f"matches no module; {nearest(pattern, names)}")
+        if not any(_matches(pattern, name, part) for name, part in candidates):
+            problem = f"matches no module; {nearest(pattern, names)}"
+            raise ConfigError("sharding.wrap", pattern, problem)
     return {
         name: part
         for name, part in candidates

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import require
+from distmp.errors import ConfigError, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
 from distmp.parallel import fsdp_internals
@@ -73,12 +73,12 @@ def _check_hidden(names: list[str], model: nn.Module) -> None:
     require(bool(names), "optim.name", "muon", problem)
     for prefix, part in model.named_modules():
         name = parameter_name(f"{prefix}.weight").lstrip(".")
-        problem = (
-            f"lacks {name!r}, an embedding, which Muon must not orthogonalize; set it to a "
-            f"list of patterns that match embeddings and heads, such as [{name!r}]"
-        )
-        hidden = not isinstance(part, nn.Embedding) or name not in names
-        require(hidden, "optim.options.adamw", None, problem)
+        if isinstance(part, nn.Embedding) and name in names:
+            problem = (
+                f"lacks {name!r}, an embedding, which Muon must not orthogonalize; set it to a "
+                f"list of patterns that match embeddings and heads, such as [{name!r}]"
+            )
+            raise ConfigError("optim.options.adamw", None, problem)
 
 
 def apply_reduce_dtype(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from distmp.errors import require
+from distmp.errors import ConfigError
 
 logger = logging.getLogger("distmp")
 
@@ -51,10 +51,11 @@ def check_power_of_two(microbatches: int) -> None:
     Raises:
         ConfigError: Naming the nearest powers of two.
     """
-    lower = 1 << (microbatches.bit_length() - 1)
-    problem = (
-        f"sums the microbatches of a rank in a binary tree, so their number must be a power of "
-        f"two, not {microbatches}; choose batch.global_batch_size and batch.microbatch_size "
-        f"so that a rank has {lower} or {2 * lower}"
-    )
-    require(microbatches == lower, "reproducible", True, problem)
+    if microbatches.bit_count() != 1:
+        lower = 1 << (microbatches.bit_length() - 1)
+        problem = (
+            f"sums the microbatches of a rank in a binary tree, so their number must be a power of "
+            f"two, not {microbatches}; choose batch.global_batch_size and batch.microbatch_size "
+            f"so that a rank has {lower} or {2 * lower}"
+        )
+        raise ConfigError("reproducible", True, problem)

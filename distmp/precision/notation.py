@@ -119,8 +119,9 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
         require(str(name) not in PRESETS, f"{SETTING}.name", name, problem)
     base = _preset(items.pop("preset", "fp32"))
     for key in items:
-        problem = f"unknown key; {nearest(str(key), [*FIELDS, 'preset'])}"
-        require(key in FIELDS, f"{SETTING}.{key}", items[key], problem)
+        if key not in FIELDS:
+            problem = nearest(str(key), [*FIELDS, "preset"])
+            raise ConfigError(f"{SETTING}.{key}", items[key], f"unknown key; {problem}")
     values = {FIELDS[key]: _value(key, value) for key, value in items.items()}
     if not values:
         return base
@@ -157,8 +158,8 @@ def _value(key: str, value: Any) -> Any:
     if value == "none" and key in ("buffer", "forward", "grad", "wgrad", "loss_scale"):
         return None
     if FIELDS[key].endswith("_dtype") and (key, value) != ("buffer", None):
-        known = isinstance(value, str) and value in _DTYPES
-        require(known, f"{SETTING}.{key}", value, nearest(str(value), DTYPE_WORDS))
+        if not isinstance(value, str) or value not in _DTYPES:
+            raise ConfigError(f"{SETTING}.{key}", value, nearest(str(value), DTYPE_WORDS))
         return _DTYPES[value]
     if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
         return _SWITCHES.get(value, value) if isinstance(value, str) else value

@@ -54,8 +54,9 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
         for name in _matched(model, linear, pattern, blocks):
             reasons.setdefault(name, f"hp={pattern}")
     low_precision = {name: part for name, part in linear.items() if name not in reasons}
-    problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
-    require(bool(low_precision), "precision.policy", policy.name, problem)
+    if not low_precision:
+        problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
+        raise ConfigError("precision.policy", policy.name, problem)
     high_precision = {name: reasons[name] for name in linear if name in reasons}
     return Selection(low_precision, high_precision)
 

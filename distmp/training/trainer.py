@@ -141,7 +141,7 @@ class Trainer(TrainingLoop):
             if self.lease is not None:
                 exits.callback(self.lease.release)
             # The last one that is pushed exits first.
-            for callback in reversed(self._in_order_of_end()):
+            for callback in reversed(self._in_order("on_exit")):
                 exits.push(self._exit_of(callback))
             for callback in self._each("setup"):
                 callback.setup(self)
@@ -354,17 +354,15 @@ class Trainer(TrainingLoop):
             yield callback
 
     def _in_order(self, hook: str) -> list[Callback]:
-        if hook == "on_train_end":
-            return self._in_order_of_end()
+        """Return the callbacks in the order in which this hook of theirs is called."""
+        users, evaluates = self._users_callbacks, (Validation, EarlyStopping)
         if hook == "on_train_begin":  # a repeated validation calls hooks of the others
             return sorted(self.callbacks, key=lambda each: isinstance(each, Validation))
+        if hook in ("on_train_end", "on_exit"):  # errors of the users' code lose no save
+            return sorted(
+                self.callbacks, key=lambda each: (each in users, isinstance(each, evaluates))
+            )
         return self.callbacks
-
-    def _in_order_of_end(self) -> list[Callback]:
-        """Return the callbacks with the users' code last: its errors lose no save."""
-        users = self._users_callbacks
-        evaluates = (Validation, EarlyStopping)
-        return sorted(self.callbacks, key=lambda each: (each in users, isinstance(each, evaluates)))
 
     def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
         current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)
