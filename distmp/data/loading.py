@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import traceback
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,11 +136,11 @@ def steps(
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
-        return _compared(iter(loader), check)
+        return _closed_at_exit(_compared(iter(loader), check))
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)
     seeded = SeededMicrobatches(dataset, seed, combine, collate_draws=collate_fn is not None)
     loader = loads(seeded, batch_sampler=sampler, collate_fn=_unchanged)
-    return _grouped(iter(loader), sampler, seeded, check)
+    return _closed_at_exit(_grouped(iter(loader), sampler, seeded, check))
 
 
 def check_same_data(
@@ -242,6 +244,25 @@ def _ending_workers(iterator: Iterator[Any]) -> Iterator[None]:
         end_workers = getattr(iterator, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
+
+
+_open: weakref.WeakSet[_Steps] = weakref.WeakSet()
+
+
+def _closed_at_exit(all_steps: _Steps) -> _Steps:
+    _open.add(all_steps)
+    return all_steps
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the workers that still run when the process ends.
+
+    Functions of atexit run in reverse order: this one before that of multiprocessing, which torch
+    has imported. That one sends SIGTERM to workers, which they ignore, and waits without a limit.
+    """
+    for all_steps in [*_open]:
+        all_steps.close()
 
 
 def _ignore_stop_signals(worker: int) -> None:

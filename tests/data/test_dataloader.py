@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -570,3 +572,23 @@ def test_rank_that_reads_step_alone_is_reported() -> None:
     loader.load_state_dict({"samples": 4 * torch.distributed.get_rank()})
     with pytest.raises(TrainingError, match=r"waits in an iteration of a DataLoader from sample"):
         next(iter(loader))
+
+
+SCRIPT = """
+import torch
+import distmp
+
+batches = distmp.DataLoader(torch.arange(12.0), batch_size=4, microbatch_size=2, workers=1)
+for microbatches in batches:
+    pass
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('of the script')", 1)])
+def test_script_with_workers_ends(end: str, code: int) -> None:
+    """The loader still exists when the interpreter exits, and workers ignore SIGTERM."""
+    script = [sys.executable, "-c", SCRIPT.format(end=end)]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code
+    assert ("ValueError: of the script" in ended.stderr) == bool(code)
