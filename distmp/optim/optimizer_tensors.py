@@ -134,7 +134,10 @@ class OptimizerTensors:
         )
         ours = ("distmp.", "torch.")  # torch.profiler has a hook
         has_hook = any(not str(hook.__module__).startswith(ours) for hook in hooks)
-        return has_hook or self._has_other_step
+        # torch's schedulers replace it to count calls.
+        step = vars(self.optimizer).get("step")
+        is_replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+        return has_hook or is_replaced or self._has_other_step
 
     def forget_writes(self) -> None:
         """Count `writes` from 0 on."""

@@ -67,9 +67,9 @@ class RunDirectory:
         return any(each.finished and each.step for each in entries_of(self.checkpoints))
 
     def is_named_by_user(self) -> bool:
-        """Return whether the last start of the run names this directory, also if it was moved."""
+        """Return whether the first start of the run names this directory, also if it was moved."""
         try:
-            configuration = read_starts(self.manifest)[-1]["configuration"]
+            configuration = read_starts(self.manifest)[0]["configuration"]
             return Path(configuration["run_dir"]).name == self.path.name
         except (OSError, ManifestError, LookupError, TypeError):
             return False

@@ -1073,7 +1073,12 @@ def test_skipped_steps_run_no_hooks_and_no_step_of_the_user(fused: bool) -> None
     def run(name: str) -> Callable[..., None]:
         return lambda *_: ran.append(name)
 
+    def replace_step(optimizer: torch.optim.Optimizer) -> None:
+        step = optimizer.step
+        optimizer.step = lambda *_: (ran.append("replaced"), step())  # type: ignore[method-assign,assignment]
+
     ways = (
+        ("replaced", torch.optim.AdamW, replace_step),
         ("step", Shrinking, lambda _: None),
         ("pre", torch.optim.AdamW, lambda each: each.register_step_pre_hook(run("pre"))),
         ("post", torch.optim.AdamW, lambda each: each.register_step_post_hook(run("post"))),

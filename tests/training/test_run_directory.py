@@ -67,6 +67,8 @@ def test_numbered_name_of_another_experiment_is_not_a_run(tmp_path: Path) -> Non
     other = create_run(str(tmp_path / "lr-3"))
     for run, wanted in ((first, "runs/lr"), (second, "runs/lr"), (other, "runs/lr-3")):
         append_start(run.manifest, {"configuration": {"run_dir": wanted}})
+    # Its own name continues a run that was created for another one.
+    append_start(second.manifest, {"configuration": {"run_dir": "runs/lr-2"}})
     assert [run.path.name for run in existing_runs(str(tmp_path / "lr"))] == ["lr", "lr-2"]
     assert create_run(str(tmp_path / "lr")).path == tmp_path / "lr-4"
 
