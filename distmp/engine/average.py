@@ -108,10 +108,7 @@ class WeightAverage:
         """
         self._check_not_exchanged("average.restart()")
         for name, weights in self._engine.weights().items():
-            if name in self.values:
-                local_values(self.values[name]).copy_(local_values(weights))
-            else:
-                self.values[name] = _copy(weights)
+            self.values[name] = _copy(weights)
         self._begin()
 
     def _begin(self) -> None:
@@ -194,10 +191,10 @@ class WeightAverage:
         """
         for name, weights in self._engine.weights().items():
             live, average = local_values(weights), local_values(self.values[name])
-            before = live.clone()
             if name in kept:
                 live.copy_(kept.pop(name))
                 continue
+            before = live.clone()
             live.copy_(average)
             if live.dtype == average.dtype:
                 average.copy_(before)

@@ -154,8 +154,10 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The prepared model; call it for inference."""
+        """The prepared model, with the parameter names of the user's; call it for inference."""
         return self._setup.strategy.module
+
+    model = module
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -186,11 +188,6 @@ class Engine:
     def low_precision_matmuls(self) -> LowPrecisionMatmuls:
         """The linear layers with low-precision matmuls, and their statistics."""
         return self._setup.low_precision_matmuls
-
-    @property
-    def model(self) -> nn.Module:
-        """The model inside `module`, with the parameter names of the user's model."""
-        return self._setup.strategy.module
 
     @property
     def host_waits(self) -> bool:
@@ -363,6 +360,7 @@ class Engine:
         """
         return self.evaluate_metrics(microbatches, {}).loss
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def evaluate_metrics(
         self, microbatches: Iterable[Any], metrics: Mapping[str, MetricFunction]
@@ -385,6 +383,7 @@ class Engine:
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             step_checks.refuse_one_batch(microbatches)
+            self._setup.updates.check(self.optimizer)
             return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
@@ -624,6 +623,7 @@ class Engine:
         from distmp.export.running import save_weights
 
         with self._calls.call("export"):
+            self._setup.updates.check(self.optimizer)
             save_weights(self, directory, state, max_shard_size)
 
     def tensors_by_use(self) -> dict[str, list[Tensor]]:

@@ -79,7 +79,7 @@ class MetricSums:
         """
         self._microbatches += 1
         weight = self._total.new_zeros(()) + weight
-        rows = [torch.stack([loss_sum.to(torch.float64), weight])]
+        rows = [torch.stack([loss_sum.to(self._total), weight])]
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
         values = torch.stack(rows)
@@ -201,13 +201,15 @@ def _output(outputs: list[Any]) -> Any:
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Set a module to evaluation mode in a `with` block, and restore the mode of each part."""
-    training = [submodule for submodule in module.modules() if submodule.training]
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for submodule in training:  # modules that were in evaluation mode before stay so
-            submodule.training = True
+        # Parents first, as each sets its children, too. Parts that were in evaluation mode stay so.
+        for part, mode in modes:
+            if part.training != mode:
+                part.train(mode)  # may do more, such as separating merged adapters
 
 
 T = TypeVar("T")

@@ -87,6 +87,7 @@ def take_step(
     outcome = _outcome(state, decision, fingerprint, values)
     outcome.matmul_statistics = products.statistics
     outcome.formats = products.formats
+    updates.is_complete = True  # last: weights belong to the counts and the loss scale
     return outcome, stats
 
 

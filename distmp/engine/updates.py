@@ -24,7 +24,7 @@ from distmp.utils.host_copy import cpu_number
 from distmp.utils.tensor_trees import checksum
 
 HALF_WAY = (
-    "the last engine.step failed in optimizer.step, or a state was loaded in part, so some weights "
+    "the last engine.step failed during its update, or a state was loaded in part, so some weights "
     "may be changed and others not; continue from a checkpoint (engine.load)"
 )
 
@@ -49,7 +49,7 @@ class Updates:
         learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device, so that the host need not wait.
         max_applied: Upper bound of the updates applied, known without waiting for the device.
-        is_complete: Whether the last update or load has ended, or a state was loaded since.
+        is_complete: Whether the last update was counted, or the last load has ended.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Updates:
         self._strategy = strategy
         self._rounds = any(tensor.dtype != torch.float32 for _, tensor in parameters)
         set_rounding(self.optimizer, policy)
-        place_matrices(self.optimizer, strategy, self.names, device)
+        place_matrices(self.optimizer, strategy, self.names)
         place_shards(self.optimizer, strategy, self.names)
         self.skips_on_device = prepare_for_device_skip(self.optimizer)
         self.tensors = OptimizerTensors(self.optimizer, parameters, strategy.module)
@@ -138,7 +138,10 @@ class Updates:
         return groups
 
     def apply(self, decision: StepDecision) -> None:
-        """Step the optimizer, or leave weights and state unchanged, according to the decision."""
+        """Step the optimizer, or leave weights and state unchanged, according to the decision.
+
+        The caller counts the step, and then sets `is_complete`.
+        """
         self.is_complete = False
         decision = self._fit_divisor(decision)
         if self.skips_on_device:
@@ -169,7 +172,6 @@ class Updates:
             self.tensors.step_in_place()
         self._strategy.check_copies()
         self._strategy.publish_weights()
-        self.is_complete = True
 
     def _divide_gradients(self, decision: StepDecision) -> None:
         for part in self._strategy.gradients():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.errors import ConfigError, require
+from distmp.errors import require
 from distmp.precision.stochastic import indices, parameter_id, random_bits, round_with_bits
 from distmp.utils.dtypes import is_dtensor, local_values
 from distmp.utils.flat_shard import FlatShard
@@ -78,13 +78,15 @@ class AdamW(torch.optim.AdamW):
             param_group: The group.
 
         Raises:
-            ConfigError: If a tensor is complex.
+            ConfigError: If a tensor is complex or float16.
         """
         super().add_param_group(param_group)
         for tensor in param_group["params"]:
-            if tensor.is_complex():
-                problem = "is complex, and the moments are real; train torch.view_as_real of it"
-                raise ConfigError("optimizer", f"a tensor of shape {tuple(tensor.shape)}", problem)
+            shape = f"a tensor of shape {tuple(tensor.shape)}"
+            problem = "is complex, and the moments are real; train torch.view_as_real of it"
+            require(not tensor.is_complex(), "optimizer", shape, problem)
+            problem = "is float16, in which the second moment underflows; use float32 or bfloat16"
+            require(tensor.dtype != torch.float16, "optimizer", shape, problem)
 
     def shard(self, starts: Mapping[Tensor, int]) -> None:
         """Set which elements of the flattened parameters the 1-dim shards hold; not for DTensors.

@@ -93,7 +93,6 @@ class Muon(torch.optim.Optimizer):
     # Set by `shard` for its tensors, so a copy of the optimizer starts without them.
     _shards: Mapping[int, ShardedMatrix] = {}
     _group: dist.ProcessGroup | None = None
-    _device = torch.device("cpu")
     # The matrices that have a gradient, and their owners; the same ones on all ranks.
     _owners: tuple[list[int], Owners] | None = None
 
@@ -170,17 +169,14 @@ class Muon(torch.optim.Optimizer):
         count = len(self.matrices)
         return f"Muon updates {count} matrices, AdamW {len(others)} other tensors{excluded}"
 
-    def shard(
-        self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def shard(self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup) -> None:
         """Set how matrices are divided over ranks; every rank holds all others in full.
 
         Args:
             matrices: Shape and division of each sharded matrix, by the `id` of its tensor.
             group: The ranks that share the matrices.
-            device: Device that communicates and computes.
         """
-        self._shards, self._group, self._device = matrices, group, device
+        self._shards, self._group = matrices, group
         self._owners = None
 
     @property
@@ -231,7 +227,7 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange(self, work: list[_Matrix], group: dist.ProcessGroup) -> None:
         def shard(index: int) -> Tensor:
-            return self._direction(work[index]).reshape(-1).to(self._device, self._ns_dtype)
+            return self._direction(work[index]).reshape(-1).to(self._ns_dtype)
 
         ids = [id(matrix.tensor) for matrix in work]
         matrices = [self._shards[key] for key in ids]

@@ -38,10 +38,7 @@ def place_shards(
 
 
 def place_matrices(
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    names: Mapping[int, str],
-    device: torch.device,
+    optimizer: torch.optim.Optimizer, strategy: Strategy, names: Mapping[int, str]
 ) -> None:
     """Set how the matrices of Muon are sharded; other optimizers do not change.
 
@@ -49,7 +46,6 @@ def place_matrices(
         optimizer: The optimizer, on the tensors of the strategy.
         strategy: The strategy.
         names: Name of each tensor by its `id`.
-        device: The device that this rank computes on.
 
     Raises:
         ConfigError: If Muon has no matrix, or the weight of an embedding.
@@ -62,7 +58,7 @@ def place_matrices(
     sharded = {key: strategy.sharded_matrix(name) for key, name in matrices.items()}
     found = {key: matrix for key, matrix in sharded.items() if matrix is not None}
     if found and group is not None:
-        optimizer.shard(found, group, device)
+        optimizer.shard(found, group)
 
 
 def _check_hidden(names: list[str], model: nn.Module) -> None:
@@ -71,9 +67,10 @@ def _check_hidden(names: list[str], model: nn.Module) -> None:
         "optim.options.adamw to patterns of the matrices that AdamW updates"
     )
     require(bool(names), "optim.name", "muon", problem)
-    for prefix, part in model.named_modules():
-        name = parameter_name(f"{prefix}.weight").lstrip(".")
-        if isinstance(part, nn.Embedding) and name in names:
+    # By the parameter: the optimizer knows only the first name of one that is tied.
+    first: dict[Tensor, str] = {p: parameter_name(name) for name, p in model.named_parameters()}
+    for part in model.modules():
+        if isinstance(part, nn.Embedding) and (name := first.get(part.weight)) in names:
             problem = (
                 f"lacks {name!r}, an embedding, which Muon must not orthogonalize; set it to a "
                 f"list of patterns that match embeddings and heads, such as [{name!r}]"

@@ -222,7 +222,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             TrainingError: The same on all ranks, if they call the scaler differently; on CUDA,
                 where the host does not wait, at the second `update` at the latest. Also if another
                 rank does not reach the decision.
-            ConfigError: If the environment names several processes, but there is no process group.
+            ConfigError: If the environment names several processes, but there is no process group;
+                and if ranks outside of `group` hold shards of a gradient.
         """
         self._record_call("step")
         if self._enabled and "closure" not in kwargs:
@@ -417,14 +418,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
             members = _distinct([*members, *self._registered])
         squares = []
         for member in optimizers if max_norm is not None else ():
-            gradients = local_gradients(member)
+            gradients = local_gradients(member, self._ranks.group)
             squares.append(square_sum(gradients, self._ranks.world_size, scale.device))
             flag = not_finite(squares[-1]).to(torch.float32)
             checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
             self._inspected.setdefault(id(member), checked)
         for member in members:
             if id(member) not in self._inspected:
-                gradients = local_gradients(member)
+                gradients = local_gradients(member, self._ranks.group)
                 flag = unscale(gradients, None, scale.device)
                 checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
                 self._inspected[id(member)] = checked
@@ -509,7 +510,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def _clip_at_once(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> Tensor:
         """Clip gradients that were never scaled."""
         self._check_decisions(self._calls.iteration - 1)
-        gradients = [gradient for member in optimizers for gradient in local_gradients(member)]
+        group = self._ranks.group
+        gradients = [part for member in optimizers for part in local_gradients(member, group)]
         device = gradients[0].tensor.device if gradients else torch.device("cpu")
         square = square_sum(gradients, self._ranks.world_size, device)
         scale = torch.ones((), device=device)
@@ -548,13 +550,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if id(optimizer) in self._clips:
             inv_scale = inv_scale * self._clips[id(optimizer)]
-        flag = unscale(local_gradients(optimizer), inv_scale, found_inf.device)
+        flag = unscale(local_gradients(optimizer, self._ranks.group), inv_scale, found_inf.device)
         return {flag.device: flag}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if not self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
-            self._decide_for(optimizer)
-        return super()._found_inf_per_device(optimizer)
+        return super()._found_inf_per_device(optimizer)  # `step` has decided
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if id(optimizer) in self._inspected:
@@ -729,6 +729,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
         self._init_scale = self._rules.restored(state_dict["scale"])
         self._report_differences(state_dict)
+        self._unread = None
         if self._scale is not None:
             device = self._scale.device
             self._loss_scale = None

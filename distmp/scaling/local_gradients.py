@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from distmp.errors import require
 from distmp.scaling.norms import chunk_norms, summed
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
@@ -34,11 +36,20 @@ class LocalGradient(NamedTuple):
 
 
 @torch.no_grad()
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
+def local_gradients(
+    optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+) -> list[LocalGradient]:
     """Return the nonempty local gradients that the optimizer would step with.
 
     A sparse gradient is coalesced in place, because its norm is that of the summed values of each
     index, and the sums may overflow if the values do not.
+
+    Args:
+        optimizer: The optimizer.
+        group: The ranks that decide on the gradients; None for all ranks.
+
+    Raises:
+        ConfigError: If other ranks hold shards of a gradient.
     """
     result = []
     for parameter in parameters(optimizer):
@@ -47,7 +58,7 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
             continue
         if gradient.is_sparse and not gradient.is_coalesced():
             gradient = parameter.grad = _coalesce(gradient)
-        local = _local(gradient)
+        local = _local(gradient, group)
         if local.tensor.numel() > 0:
             result.append(local)
     return result
@@ -79,22 +90,31 @@ def _coalesce(gradient: Tensor) -> Tensor:
     return gradient.coalesce()
 
 
-def _local(gradient: Tensor) -> LocalGradient:
+def _local(gradient: Tensor, group: dist.ProcessGroup | None = None) -> LocalGradient:
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
     if is_dtensor(gradient):
-        return LocalGradient(gradient.to_local(), _shards(gradient))
+        return LocalGradient(gradient.to_local(), _shards(gradient, group))
     return LocalGradient(gradient, 1)
 
 
-def _shards(gradient: DTensor) -> int:
+def _shards(gradient: DTensor, group: dist.ProcessGroup | None) -> int:
     if any(placement.is_partial() for placement in gradient.placements):
         return 0
     count = 1
     for dimension, placement in enumerate(gradient.placements):
         if not placement.is_replicate():
             count *= gradient.device_mesh.size(dimension)
+            if group is not None:
+                _check_contains(group, gradient.device_mesh.get_group(dimension))
     return count
+
+
+def _check_contains(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
+    ranks, own = dist.get_process_group_ranks(shards), dist.get_process_group_ranks(group)
+    missing = sorted(set(ranks) - set(own))
+    problem = f"lacks the ranks {missing}, which hold shards of a gradient; add them, or use None"
+    require(not missing, "group", own, problem)
 
 
 @torch.no_grad()

@@ -305,9 +305,7 @@ def ordered_total(
     leaves = torch.zeros(world_size * len(local), dtype=torch.float64, device=device)
     own = [rows.view(world_size, -1)[rank] for rows in _split(leaves, lengths, world_size)]
     torch._foreach_copy_(own, local.split(lengths))
-    vector = torch.cat([counts, leaves])
-    if group is not None:
-        dist.all_reduce(vector, group=group)
+    vector = all_reduce_stats(torch.cat([counts, leaves]), group)
     counts, leaves = vector[: len(counts)], vector[len(counts) :]
     sums = pairwise_sums(_split(leaves, lengths, world_size))
     loss_and_weight, squares = sums[:2], sums[2:]

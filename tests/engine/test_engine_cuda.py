@@ -37,6 +37,7 @@ from tests.reference import (
     make_engine,
     microbatches,
     plain_training,
+    samples,
     snapshot,
     train,
     trained,
@@ -190,3 +191,14 @@ def check_resuming(world: World, sizes: Any, options: dict[str, Any], directory:
     assert dataclasses.asdict(restored).items() >= progress.items()
     train(resumed, 2, sizes, first=2)
     assert_same_bits(snapshot(resumed), snapshot(engine))
+
+
+def test_a_loss_on_the_cpu_is_evaluated_as_it_is_trained() -> None:
+    def on_cpu(module: torch.nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        outputs = module(batch.inputs)
+        return outputs.float().square().sum().cpu(), len(batch.labels)
+
+    engine = make_engine(device="cuda", loss=on_cpu)
+    batch = samples(0, 8)
+    evaluated = engine.evaluate([batch])
+    assert engine.step([batch]).numbers.loss == pytest.approx(evaluated)

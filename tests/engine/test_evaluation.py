@@ -199,3 +199,56 @@ def test_names_and_paths_are_checked(name: str, path: str, message: str) -> None
         find_metric(name, path)
     assert str(caught.value).startswith(f"validation.metrics.{name} = {path!r}: ")
     assert message in str(caught.value)
+
+
+class Adapted(nn.Linear):
+    """Adapters like those of loralib: `eval` merges them, `train` separates them."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.requires_grad_(False)
+        self.low_rank = nn.Parameter(torch.full((4, 1), 0.5))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> Adapted:
+        super().train(mode)
+        if mode == self.is_merged:
+            change = self.low_rank.detach() @ self.low_rank.detach().T
+            self.weight.data += -change if mode else change
+            self.is_merged = not mode
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs if self.is_merged else outputs + inputs @ self.low_rank @ self.low_rank.T
+
+
+def test_parts_that_act_on_their_mode_are_trained_after_an_evaluation_as_without_one() -> None:
+    losses = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Adapted(), nn.BatchNorm1d(4).eval(), nn.Dropout(0.0))
+        engine = Engine(
+            model,
+            lambda module, batch: (module(batch).square().sum(), len(batch)),
+            lambda named: torch.optim.SGD(named, lr=0.01),
+            policy="fp32",
+            device="cpu",
+        )
+        batch = torch.randn(8, 4)
+        engine.step([batch])
+        if evaluates:
+            engine.evaluate([batch])
+        assert [part.training for part in model] == [True, False, True]
+        losses.append([engine.step([batch]).numbers.loss for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@ranks(2)
+def test_an_evaluation_in_inference_mode_leaves_the_engine_usable() -> None:
+    engine = make_engine(policy="bf16", strategy="fsdp")
+    batch = samples(0, 4)
+    with torch.inference_mode():
+        found = engine.evaluate([batch])
+    assert found == pytest.approx(engine.evaluate([batch]))
+    assert not engine.step([batch]).numbers.skipped

@@ -810,11 +810,18 @@ def test_step_after_a_failed_update_is_refused_until_a_state_is_loaded(
     state = {name: value.clone() for name, value in engine.state_dict().items()}
     with mock.patch.object(Failing, "fails", True), pytest.raises(ValueError, match="failed"):
         engine.step([pair()])
-    for call in (lambda: engine.step([pair()]), lambda: engine.save(tmp_path)):
-        with pytest.raises(TrainingError, match=r"failed in optimizer\.step, or a state"):
-            call()
+    calls = (engine.step, engine.evaluate, lambda _: engine.save(tmp_path))
+    for call in (*calls, lambda _: engine.export(tmp_path / "weights")):
+        with pytest.raises(TrainingError, match="failed during its update, or a state"):
+            call([pair()])
     engine.load_state_dict(state)
     assert engine.step([pair()]).numbers.applied_total == 2
+    interrupted = mock.patch.object(engine.divergence, "remember", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step([pair()])
+    assert engine.step_counts[0] == 2
+    with pytest.raises(TrainingError, match="failed during its update"):
+        engine.save(tmp_path)
 
 
 @ranks(1)

@@ -212,9 +212,10 @@ def test_torch_state_can_be_loaded() -> None:
         torch.testing.assert_close(tensor, other, rtol=1e-6, atol=1e-6)
 
 
-def test_complex_tensors_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is complex"):
-        AdamW([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16])
+def test_dtypes_that_cannot_hold_the_moments_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"is {'complex' if dtype.is_complex else 'float16'}"):
+        AdamW([torch.zeros(2, dtype=dtype, requires_grad=True)])
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,7 +152,7 @@ def test_rate_beyond_fp32_is_refused(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
+@pytest.mark.parametrize("rate", [0.3, np.float32(0.3), torch.tensor(0.3)])
 def test_group_rates_apply_without_schedule(on_device: bool, rate: Any) -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, None, CPU, on_device=on_device)

@@ -285,6 +285,10 @@ def test_muon_refuses_embeddings_and_models_without_matrices() -> None:
         build("single", adamw=["head*"])
     with pytest.raises(ConfigError, match="finds no hidden matrix"):
         build("single", adamw=["*"])
+    model = nn.ModuleDict({"projection": nn.Linear(8, 4, bias=False), "tokens": nn.Embedding(4, 8)})
+    model["tokens"].weight = model["projection"].weight
+    with pytest.raises(ConfigError, match=r"lacks 'projection\.weight', an embedding"):
+        Engine(model, loss, lambda named: Muon(named), policy="fp32")
 
 
 @ranks(1)
@@ -324,7 +328,7 @@ def test_a_matrix_without_a_gradient_is_left_out_for_one_step() -> None:
     optimizer.param_groups[0]["params"] = shards
     divided = [owners.ShardedMatrix(tensor.shape, [0, 12, 24]) for _, tensor in whole]
     by_id = {id(shard): division for shard, division in zip(shards, divided, strict=True)}
-    optimizer.shard(by_id, dist.group.WORLD, torch.device("cpu"))
+    optimizer.shard(by_id, dist.group.WORLD)
     for present in ([True, True], [False, True], [True, True]):
         for (_, tensor), shard, has_gradient in zip(whole, shards, present, strict=True):
             tensor.grad = tensor.cos() if has_gradient else None
@@ -347,7 +351,7 @@ def test_matrices_that_are_not_sharded_are_computed_on_every_rank() -> None:
     whole.grad, shard.grad = gradient, gradient.flatten()[local]
     assert dist.group.WORLD is not None
     division = owners.ShardedMatrix(start.shape, [0, 12, 24])
-    optimizer.shard({id(shard): division}, dist.group.WORLD, torch.device("cpu"))
+    optimizer.shard({id(shard): division}, dist.group.WORLD)
     optimizer.step()
     assert not torch.equal(whole, start)
     assert torch.equal(shard, whole.flatten()[local])

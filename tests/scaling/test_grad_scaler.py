@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp import ConfigError, DistributedGradScaler, TrainingError
+from distmp.scaling import grad_scaler
+from distmp.utils.host_copy import HostCopy
 from tests.ranks import from_all_ranks, ranks, run_ranks
 from tests.recording import no_waiting
 
@@ -220,6 +222,23 @@ def test_invalid_scales_are_refused(value: float) -> None:
     assert scaler.get_scale() == 2.0**16
     with pytest.raises(ConfigError, match="backoff_factor"):
         scaler.set_backoff_factor(value if value <= 0 else math.nan)
+
+
+def test_a_loaded_state_ends_the_report_of_the_steps_before_it() -> None:
+    """On a GPU each report is read one update later."""
+    scaler = DistributedGradScaler("cpu", init_scale=1.0)
+    state = {**scaler.state_dict(), "scale": 4.0}
+    with mock.patch.object(grad_scaler, "HostCopy", on_device):
+        apply(scaler, one_parameter(math.inf))
+        scaler.load_state_dict(state)
+        for _ in range(3):
+            apply(scaler, one_parameter(1.0))
+
+
+def on_device(tensor: Tensor) -> HostCopy:
+    copied = HostCopy(tensor)
+    copied.on_device = True
+    return copied
 
 
 def test_setters_change_the_rules() -> None:

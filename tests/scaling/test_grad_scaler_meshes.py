@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distmp import DistributedGradScaler
+from distmp import ConfigError, DistributedGradScaler
 from tests.ranks import from_all_ranks, ranks, same_on_all_ranks
 
 RANKS = 4
@@ -162,6 +162,28 @@ def test_norm_of_partial_tensors_is_refused() -> None:
     scaler = DistributedGradScaler("cpu", enabled=False)
     with pytest.raises(ValueError, match="Partial DTensor gradient; redistribute it first"):
         scaler.clip_grad_norm_(torch.optim.SGD([weight]), 1.0)
+
+
+@ranks(2)
+def test_a_group_without_all_ranks_that_hold_shards_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
+    weight.grad = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])
+    optimizer = torch.optim.SGD([weight])
+    for enabled in (True, False):
+        scaler = DistributedGradScaler("cpu", enabled=enabled, group=mesh["dp"])
+        scaler.scale(torch.ones(()))
+        for call in (lambda s: s.clip_grad_norm_(optimizer, 1.0), lambda s: s.step(optimizer)):
+            message = f"lacks the ranks \\[{1 - dist.get_rank()}\\], which hold shards"
+            with pytest.raises(ConfigError, match=message):
+                call(scaler)
+            if not enabled:
+                break
+    # Copies on other ranks are equal, so they need not take part.
+    whole = nn.Parameter(distribute_tensor(torch.ones(4), mesh["tp"], [Replicate()]))
+    whole.grad = distribute_tensor(torch.arange(4.0), mesh["tp"], [Replicate()])
+    norm = scaler.clip_grad_norm_(torch.optim.SGD([whole]), 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(14))
 
 
 def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:

@@ -279,6 +279,8 @@ class ThreadRanks:
         turn: Held by the thread that runs; released while it waits for the others.
     """
 
+    group = None
+
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._given: list[Tensor] = []
