@@ -46,8 +46,7 @@ def cpu_number(tensor: Tensor) -> float:
     Args:
         tensor: On the CPU, of one element.
     """
-    tensor = tensor.detach()
-    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor.numpy())
+    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor.reshape(()).tolist())
 
 
 # Note [When a host copy is complete]

@@ -53,6 +53,12 @@ def test_lists_of_numbers_are_compared() -> None:
     assert "'weight'" not in repr(found)
 
 
+@pytest.mark.parametrize("lr", [torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.bfloat16)])
+def test_tensors_of_one_number_are_compared(lr: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=lr)
+    assert ("lr", 0.5) in hyperparameters(optimizer)[1]
+
+
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])
 def test_fingerprint_detects_any_difference(others: list[int]) -> None:
     own = Fingerprint.of((1, "two"), 1 + len(others))
