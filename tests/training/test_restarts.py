@@ -315,7 +315,7 @@ def test_only_restarts_without_progress_count(tmp_path: Path) -> None:
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
-        with closing(RecordWriter(run.records, resume_after_step=0)) as records:
+        with closing(RecordWriter(run.records, resume_after_step=0, warn=pytest.fail)) as records:
             records.write(record(step))
         if count < len(reached):
             attempt(memory, count).begin(run, None)
