@@ -205,7 +205,7 @@ def on_host(group: Mapping[str, Any], *, waits: bool = False) -> Iterator[tuple[
         elif not isinstance(value, Tensor):
             yield key, value
         elif value.numel() == 1 and (waits or value.device.type == "cpu"):
-            yield key, value.item() if waits else cpu_number(value)
+            yield key, value.item() if waits else cpu_number(value.double().reshape(()))
 
 
 class _Unquoted(str):

@@ -46,7 +46,8 @@ def cpu_number(tensor: Tensor) -> float:
     Args:
         tensor: On the CPU, of one element.
     """
-    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor.reshape(()).tolist())
+    tensor = tensor.detach()
+    return 1.0 if isinstance(tensor, FakeTensor) else float(tensor.numpy())
 
 
 # Note [When a host copy is complete]
