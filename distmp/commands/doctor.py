@@ -235,7 +235,8 @@ def _gpu_rows() -> list[list[str]]:
     """Return what nvidia-smi reports for each GPU; empty without any."""
     options = (f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
     table = output_of("nvidia-smi", *options, seconds=_COMMAND_SECONDS) or ""
-    return [*csv.reader(table.splitlines(), skipinitialspace=True)]
+    rows = csv.reader(table.splitlines(), skipinitialspace=True)
+    return [row for row in rows if len(row) == len(_GPU_QUERY.split(","))]  # not of a warning
 
 
 def _rdma_devices() -> list[str]:

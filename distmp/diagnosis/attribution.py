@@ -19,6 +19,7 @@ import torch
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.errors import rank_names
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.units import scale_text
 
 FP16_LARGEST = 65504.0
 # A lower scale does not help if it turns a larger share of the gradient into zeros.
@@ -421,7 +422,7 @@ def _backward_cause(
     if not context.is_fp16:
         text = "the loss is finite, but its gradient is not, and there is no loss scale to lower"
         return "backward", text, f"{first}{_LOOK_FOR_DIVISION}"
-    wide, lowest = "the range of the gradients is too wide for float16", _scale(context.lowest)
+    wide, lowest = "the range of the gradients is too wide for float16", scale_text(context.lowest)
     if fitting is None and not has_inf:
         text = f"the loss is finite, but its gradient is NaN, even at loss scale {lowest}"
         return "backward", text, f"{first}{_LOOK_FOR_DIVISION}; without one, {_USE_BF16}"
@@ -430,11 +431,11 @@ def _backward_cause(
         advice = f"{_IF_DIVERGING}{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"
         return "range_too_wide", text, advice
     if lost is not None and lost > MOST:
-        text = f"{wide}: they fit at loss scale {_scale(fitting)}, where {lost:.0%} become zero"
+        text = f"{wide}: they fit at loss scale {scale_text(fitting)}, where {lost:.0%} become zero"
         return "range_too_wide", text, f"{_IF_DIVERGING}{_USE_BF16}"
     text = (
-        f"loss scale {_scale(context.scale)} was too high: the parameters' gradients fit at "
-        f"{_scale(fitting)}"
+        f"loss scale {scale_text(context.scale)} was too high: the parameters' gradients fit at "
+        f"{scale_text(fitting)}"
     )
     return "scale_too_high", text, _how_to_lower(context.floor, fitting)
 
@@ -450,12 +451,6 @@ def _how_to_lower(floor: float | None, fitting: float) -> str:
     if fitting < floor:
         return f"{_IF_DIVERGING}lower min_scale = {floor:g}, or {_USE_BF16}"
     return "nothing to do: the loss scale is lowered automatically"
-
-
-def _scale(value: float) -> str:
-    """Return "2^16" for a power of two."""
-    exponent = math.log2(value)
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
 def _reduction(evidence: Evidence, context: OverflowContext) -> OverflowReport | None:
@@ -474,7 +469,7 @@ def _reduction(evidence: Evidence, context: OverflowContext) -> OverflowReport |
 def _not_repeated(context: OverflowContext) -> OverflowReport:
     advice = f"if it recurs, look for {_suspects(context)}"
     if context.scale > context.lowest:
-        scale = _scale(context.scale)
+        scale = scale_text(context.scale)
         advice = f"loss scale {scale} may be close to the largest at which gradients fit; {advice}"
     return OverflowReport("not_repeated", _did_not_recur(context), advice)
 

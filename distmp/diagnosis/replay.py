@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.diagnosis import attribution
@@ -37,7 +36,7 @@ from distmp.parallel.strategy import Strategy
 from distmp.quantization.linear import ProductFormats
 from distmp.utils.dtypes import local_values
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.tensor_trees import parameter_name
+from distmp.utils.tensor_trees import parameter_name, tensors_in
 
 # Largest number of rows of a microbatch that a report names.
 ROWS_NAMED = 3
@@ -143,10 +142,9 @@ class Probe:
         self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
 
     def _watch_outputs(self, output: Any) -> None:
-        for tensor in pytree.tree_leaves(output):
+        for tensor in tensors_in(output):
             # A container returns the output of its last module.
-            is_new = isinstance(tensor, Tensor) and tensor is not self._latest_output
-            if is_new and tensor.requires_grad:
+            if tensor is not self._latest_output and tensor.requires_grad:
                 self._latest_output = tensor
                 tensor.register_hook(self._count)
 
@@ -194,8 +192,8 @@ def _non_finite_in(value: Any, *, but_negative_inf: bool) -> Iterator[Tensor]:
 
     Of sparse and nested tensors, whose values are not in rows, it yields the number.
     """
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+    for leaf in tensors_in(value):
+        if leaf.is_floating_point():
             has_rows = leaf.layout == torch.strided and not leaf.is_nested
             values = leaf if has_rows else _stored_values(leaf)
             values = values.float() if values.itemsize == 1 else values  # FP8 has no `isfinite`

@@ -17,6 +17,7 @@ from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed, rank_names, ranks_by_value
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.host_copy import cpu_number
+from distmp.utils.tensor_trees import tensors_in
 
 ADVICE = "differs between ranks; use the same on every rank"
 # Bits of a checksum that is reduced as a floating-point number: sums of the squares of 2^17 such
@@ -202,10 +203,12 @@ def on_host(group: Mapping[str, Any], *, waits: bool = False) -> Iterator[tuple[
     for key, value in group.items():
         if isinstance(value, list) and value and all(isinstance(n, int | float) for n in value):
             yield key, tuple(value)
+        elif isinstance(value, tuple) and tensors_in(value):
+            continue  # their text has the device, which differs between ranks, and costs a wait
         elif not isinstance(value, Tensor):
             yield key, value
         elif value.numel() == 1 and (waits or value.device.type == "cpu"):
-            yield key, value.item() if waits else cpu_number(value)
+            yield key, value.item() if waits else cpu_number(value.double().reshape(()))
 
 
 class _Unquoted(str):

@@ -183,7 +183,7 @@ class RankMonitor:
         self.world_size = world_size
         self.process = RankProcess(socket.gethostname(), ProcessIdentity.of_this_process())
         self._phase = current_phase
-        self._interval: float | None = None  # None reads INTERVAL_SECONDS
+        self._interval = INTERVAL_SECONDS  # between two heartbeats
         self._group: Callable[[], dist.ProcessGroup | None] | None = None
         self._processes: dict[int, RankProcess] = {}
         self._ranks: dict[str, list[int]] = {}
@@ -404,7 +404,7 @@ class RankMonitor:
     def _run(self) -> None:
         try:
             # Without its launcher, this rank ends by itself, and its store may be gone.
-            while not self._stopped.wait(self._interval or INTERVAL_SECONDS) and not is_orphan():
+            while not self._stopped.wait(self._interval) and not is_orphan():
                 if not self._is_of_default_group():
                     atexit.unregister(self.stop)  # it would keep the connection to the store
                     break

@@ -232,7 +232,6 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     environment = RankEnvironment.from_variables()
     if "RANK" not in os.environ:
         return World.current(_device_of_rank(None, 0) if device is None else device)
-    _check_address(environment.world_size)
     own_device = _device_of_rank(device, environment.local_rank)
     try:
         _initialize_group(environment, own_device)
@@ -274,6 +273,7 @@ def _initialize_group(
     timeout_seconds: float | None = None,
     on_store: Callable[[], object] = lambda: None,
 ) -> None:
+    _check_address(environment.world_size)
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     store = rendezvous_store.for_this_start(timeout_seconds)
     on_store()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import environ
@@ -110,7 +110,9 @@ def _ranges(microbatches: Sequence[Any]) -> str:
     found = {
         f"microbatch {index}{pytree.keystr(path)}": (int(leaf.amax()), int(leaf.amin()))
         for index, batch in enumerate(microbatches, 1)
-        for path, leaf in pytree.tree_leaves_with_path(batch)
+        for path, leaf in pytree.tree_leaves_with_path(
+            batch.data if isinstance(batch, UserDict) else batch  # from tokenizers; it is no pytree
+        )
         if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS and leaf.numel()
         if leaf.device.type == "cpu"
     }

@@ -33,7 +33,7 @@ from distmp.distributed.failing_together import describe
 from distmp.distributed.limits import LINK_SECONDS, responds, source_address
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.rank_monitor import INTERVAL_SECONDS, RankMonitor
+from distmp.distributed.rank_monitor import RankMonitor
 from distmp.distributed.rendezvous_store import Store
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report
@@ -106,8 +106,6 @@ class Watchdog(RankMonitor):
         self._next_rank = (self.rank + 1) % self.world_size
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
-        # Time between two heartbeats.
-        self._interval: float = INTERVAL_SECONDS
         self._store_address = store_address
         self._store_unused = threading.Event()
         self._beats = 0

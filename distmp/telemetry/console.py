@@ -112,13 +112,8 @@ class Console:
     """
 
     def __init__(
-        self,
-        settings: LogConfig | None = None,
-        *,
-        quiet: bool = False,
-        stream: TextIO | None = None,
+        self, settings: LogConfig, *, quiet: bool = False, stream: TextIO | None = None
     ) -> None:
-        settings = settings or LogConfig()
         self._every = settings.every
         self._stream = stream or sys.stdout
         self._quiet = quiet or settings.console == "off"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,8 +24,6 @@ from distmp.utils.files import replacing
 
 # Maximum number of buffered records, of about 400 bytes each.
 MAX_BUFFERED = 100_000
-
-logger = logging.getLogger("distmp")
 
 
 class RecordError(DistmpError, ValueError):
@@ -115,7 +113,7 @@ class RecordWriter:
         self,
         path: str | os.PathLike[str],
         resume_after_step: int | None,
-        warn: Callable[[str], None] = logger.warning,
+        warn: Callable[[str], None],
     ) -> None:
         self._path = Path(path)
         self._last_kept = math.inf if resume_after_step is None else resume_after_step
@@ -124,6 +122,8 @@ class RecordWriter:
         self._file: FileIO | None = None
         self._size = 0  # of the complete records in the file
         self._failing = False
+        with suppress(OSError):  # `_flush` tries again, and warns
+            self._opened()
         self._flush()
 
     def write(self, record: StepRecord) -> None:
@@ -148,7 +148,7 @@ class RecordWriter:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
         try:
             last = read_records(self._path)[-1:]
-        except OSError:  # `_flush` has warned, and keeps records in memory
+        except (OSError, RecordError):  # `_flush` has warned, and keeps records in memory
             return
         if last and last[0].step == step:
             self.rewind(step - 1)
@@ -169,7 +169,7 @@ class RecordWriter:
             while self._buffered:
                 self._append(file, self._buffered[0])
                 self._buffered.popleft()
-        except OSError as error:
+        except (OSError, RecordError) as error:
             if not self._failing:
                 self._warn(
                     f"cannot write {self._path}: {error}; training continues, and step records "
@@ -191,7 +191,7 @@ class RecordWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 _drop_later_records(self._path, self._last_kept)
-                self._last_kept = math.inf
+            self._last_kept = math.inf
             self._file = FileIO(self._path, "ab")
             self._size = os.fstat(self._file.fileno()).st_size
         return self._file

@@ -215,8 +215,6 @@ def _text(leaf: Any) -> str:
     """Describe an argument or a result without what differs between ranks, such as addresses."""
     if isinstance(leaf, _View):
         return f"{dtype_name(leaf.dtype)} {leaf.size} of stride {leaf.stride} at {leaf.offset}"
-    if isinstance(leaf, torch.Generator):
-        return f"generator {checksum(leaf.get_state()):08x}"
     if isinstance(leaf, Tensor):
         return f"{dtype_name(leaf.dtype)} {tuple(leaf.shape)} {checksum(leaf):08x}"
     if isinstance(leaf, torch.device):
@@ -317,13 +315,17 @@ class _Recorder(_Seeded):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         seed = self.next_seed(func)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_fake and (tensors or not _is_deferred(func, args, kwargs)):
             return self.run_real(func, args, kwargs, seed)
         if func.overloadpacket in _READS or _writes_to_real(func, args, kwargs):
             args, kwargs = pytree.tree_map_only(FakeTensor, self._recording.value, (args, kwargs))
             return self.run_real(func, args, kwargs, seed)
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            # Each replay of one operation would advance it.
+            raise NotDeferrableError("draws random numbers from its own generator")
         with self._fake:
             result = func(*args, **kwargs)
         self._recording.add(func, args, kwargs, result, seed)

@@ -91,7 +91,7 @@ def visible_files(
 ) -> Iterator[str]:
     """Yield the relative paths of all files and broken links below a directory, with slashes.
 
-    Hidden names are skipped, links to directories are not followed.
+    Hidden names are skipped. Links to directories are followed, but each directory is listed once.
 
     Args:
         directory: The directory.
@@ -106,10 +106,16 @@ def visible_files(
         problem = f"cannot list {error.filename}: {error.strerror}"
         raise ConfigError(setting, str(directory), problem) from error
 
-    for parent, directories, names in os.walk(directory, onerror=unreadable):
-        directories[:] = [
+    listed: set[str] = set()  # links may lead to one directory twice, or back to a parent
+    for parent, directories, names in os.walk(directory, onerror=unreadable, followlinks=True):
+        if (place := os.path.realpath(parent)) in listed:
+            directories.clear()
+            continue
+        listed.add(place)
+        # Sorted, so that every machine lists a directory under the same of its names.
+        directories[:] = sorted(
             f for f in directories if f not in skipped_directories and not f.startswith(".")
-        ]
+        )
         for name in names:
             path = os.path.join(parent, name)
             # Reading a broken link gives an error. Sockets and pipes are skipped: no file is lost.

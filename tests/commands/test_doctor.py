@@ -154,6 +154,15 @@ def test_healthy_machine_passes_all_checks(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_other_output_of_nvidia_smi_is_no_gpu(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    program(tmp_path, "nvidia-smi", "No devices were found")
+    assert main([f"--run-dir={tmp_path}", "--strategy=single"]) == 0
+    assert "none" in capsys.readouterr().out.split("GPUs ")[1].splitlines()[0]
+
+
 def test_invalid_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="strategy"):
         main(["--strategy=dpp"])

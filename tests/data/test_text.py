@@ -96,6 +96,15 @@ def test_skipped_directories_and_pipes_are_omitted(tmp_path: Path) -> None:
     assert [*list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
 
 
+def test_linked_directories_are_listed_once(tmp_path: Path) -> None:
+    write(tmp_path, {"in/a.py": b"1", "in/v2/b.py": b"1", "elsewhere/c.py": b"1"})
+    (tmp_path / "in" / "shard").symlink_to("../elsewhere")
+    (tmp_path / "in" / "latest").symlink_to("v2")
+    (tmp_path / "elsewhere" / "back").symlink_to("../in")
+    files = list_text_files(tmp_path / "in", "**/*.py")
+    assert [*files] == ["a.py", "latest/b.py", "shard/c.py"]
+
+
 @pytest.mark.parametrize("target", ["nowhere", "d.py"])
 def test_broken_links_are_refused(tmp_path: Path, target: str) -> None:
     write(tmp_path, {"a.py": b"1"})

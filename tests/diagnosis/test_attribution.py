@@ -100,7 +100,7 @@ def test_range_too_wide_at_the_lowest_scale() -> None:
     ranks = [make_stats(0.5), make_stats(parameters=[overflow(rank=1)], largest_at_lowest=math.inf)]
     report = diagnose(ranks, make_context())
     assert (report.cause, report.fitting_scale, report.lost_share) == ("range_too_wide", None, None)
-    assert "overflow even at loss scale 2^0" in report.diagnosis
+    assert "overflow even at loss scale 1" in report.diagnosis
     assert report.advice.startswith(f"{IF_DIVERGING}use a bf16 policy")
 
 
@@ -109,7 +109,7 @@ def test_nan_without_inf_is_no_problem_of_range() -> None:
     stats = make_stats(parameters=[only_nan], largest_at_lowest=math.inf)
     report = diagnose([stats], make_context())
     assert report.cause == "backward"
-    assert "its gradient is NaN, even at loss scale 2^0" in report.diagnosis
+    assert "its gradient is NaN, even at loss scale 1" in report.diagnosis
     assert report.advice.startswith(f"{AFTER_UPDATES}look for a division by zero or the root of")
     # A lower scale helps: an activation's gradient has overflowed.
     report = diagnose([dataclasses.replace(stats, largest_at_lowest=1.0)], make_context())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_hooks_are_removed() -> None:
 def test_non_finite_values_are_counted() -> None:
     mask = torch.tensor([0.0, -math.inf])
     batch = {"mask": mask, "tokens": torch.tensor([1, 2]), "x": [torch.tensor(math.nan)], "f": 1.0}
-    assert count_non_finite(batch) == 2
+    assert count_non_finite(batch) == count_non_finite([UserDict(batch)]) == 2
     assert count_non_finite(batch, but_negative_inf=True) == 1
     assert count_non_finite((F.relu(mask), None, "text")) == 0
 

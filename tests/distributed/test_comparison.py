@@ -11,6 +11,7 @@ from distmp.distributed.comparison import (
     Fingerprint,
     check_same,
     describe_model,
+    describe_param_groups,
     hyperparameters,
     raise_difference,
 )
@@ -51,6 +52,20 @@ def test_lists_of_numbers_are_compared() -> None:
         found.append(hyperparameters(optimizer))
     assert found[0] == found[1] != found[2]
     assert "'weight'" not in repr(found)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.bfloat16)])
+def test_tensors_of_one_number_are_compared(lr: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=lr)
+    assert ("lr", 0.5) in hyperparameters(optimizer)[1]
+
+
+def test_tuples_with_tensors_are_not_compared() -> None:
+    first, second = (torch.optim.SGD([torch.zeros(2)]) for _ in range(2))
+    first.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
+    second.param_groups[0]["betas"] = (torch.tensor(0.9, device="meta"), 0.99)
+    assert hyperparameters(first) == hyperparameters(second)
+    assert describe_param_groups(first) == describe_param_groups(second)
 
 
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])

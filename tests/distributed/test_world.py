@@ -161,9 +161,10 @@ def test_invalid_port_is_named(port: str, monkeypatch: pytest.MonkeyPatch) -> No
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="must be") as caught:
-        world_of_process()
-    assert (caught.value.setting, str(caught.value.value)) == ("MASTER_PORT", port)
+    for start in (world_of_process, start_of_trainer):
+        with pytest.raises(ConfigError, match="must be") as caught:
+            start()
+        assert (caught.value.setting, str(caught.value.value)) == ("MASTER_PORT", port)
 
 
 @pytest.fixture(autouse=True)

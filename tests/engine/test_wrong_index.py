@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,11 +34,12 @@ def batch(largest: int) -> dict[str, Tensor]:
     return {"ids": torch.tensor([1, 2]), "labels": torch.tensor([0, largest])}
 
 
-def test_label_out_of_range_names_step_ranges_and_line() -> None:
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_label_out_of_range_names_step_ranges_and_line(kind: Callable[[Any], Any]) -> None:
     trained = engine("cpu")
     trained.step([batch(1)])
     with pytest.raises(TrainingError) as caught:
-        trained.step([batch(1), batch(ROWS)])
+        trained.step([batch(1), kind(batch(ROWS))])
     first, *rest = str(caught.value).split("\n  - ")
     assert first == "an index is out of range on rank 0 in step 2: Target 8 is out of bounds."
     assert f"embeddings of the model have {ROWS} rows" in rest[0]

@@ -525,3 +525,22 @@ def test_ranks_and_threads_follow_cgroup_quota(
         assert default_ranks()[0] == ranks
         plan = plan_here([])
         assert plan.variables["OMP_NUM_THREADS"].value == threads
+
+
+def test_child_that_ignores_signals_is_killed() -> None:
+    child = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    launcher = f"""
+import subprocess, sys
+from distmp.launcher import local
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+local._give_up("no machine has this address")
+"""
+    ended = subprocess.run([sys.executable, "-c", launcher], stdout=subprocess.PIPE, check=False)
+    assert ended.returncode == 1
+    pid = int(ended.stdout)
+    survives = psutil.pid_exists(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    assert not survives

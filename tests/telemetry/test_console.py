@@ -93,8 +93,9 @@ def test_pipe_gets_plain_lines_immediately() -> None:
     script = """
 import sys
 from distmp.telemetry.console import Console
+from distmp.telemetry.settings import LogConfig
 from tests.telemetry.samples import record
-Console().step(record(1), 30)
+Console(LogConfig()).step(record(1), 30)
 sys.stdin.read()
 """
     process = subprocess.Popen(
@@ -131,9 +132,10 @@ def _seconds_per_step(console: Console, records: list[Any]) -> float:
 SCRIPT_WITHOUT_READER = """
 import sys
 from distmp.telemetry.console import Console
+from distmp.telemetry.settings import LogConfig
 from distmp.telemetry.console import flush_standard_streams
 from tests.telemetry.samples import record
-console = Console()
+console = Console(LogConfig())
 for step in range(1, 2001):
     console.step(record(step), 20)  # every step after the last one is printed
 print("printed by user code")

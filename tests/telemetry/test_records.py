@@ -58,7 +58,7 @@ def _refuse(constant: str) -> None:
 def test_round_trip(records: list[StepRecord]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "records.jsonl"
-        with closing(RecordWriter(path, None)) as writer:
+        with closing(RecordWriter(path, None, pytest.fail)) as writer:
             for item in records:
                 writer.write(item)
         lines = path.read_text(encoding="ascii").split("\n")
@@ -72,7 +72,7 @@ def test_round_trip(records: list[StepRecord]) -> None:
 
 
 def test_nan_and_infinities_are_distinguished(path: Path) -> None:
-    with closing(RecordWriter(path, None)) as writer:
+    with closing(RecordWriter(path, None, pytest.fail)) as writer:
         writer.write(record(loss=math.nan, grad_norm=math.inf, validation_loss=-math.inf))
     (found,) = read_records(path)
     assert math.isnan(found.loss)
@@ -81,7 +81,7 @@ def test_nan_and_infinities_are_distinguished(path: Path) -> None:
 
 
 def test_lines_are_readable_immediately(path: Path) -> None:
-    writer = RecordWriter(path, None)
+    writer = RecordWriter(path, None, pytest.fail)
     for step in (1, 2, 3):
         writer.write(record(step))
         assert [found.step for found in read_records(path)] == list(range(1, step + 1))
@@ -89,7 +89,7 @@ def test_lines_are_readable_immediately(path: Path) -> None:
 
 
 def _written(path: Path, steps: range, resume_after_step: int | None = None) -> None:
-    with closing(RecordWriter(path, resume_after_step)) as writer:
+    with closing(RecordWriter(path, resume_after_step, pytest.fail)) as writer:
         for step in steps:
             writer.write(record(step))
 
@@ -232,7 +232,7 @@ def test_fields_of_later_versions_are_ignored(path: Path) -> None:
 
 
 def test_overflow_without_json_form_writes_nothing(path: Path) -> None:
-    with closing(RecordWriter(path, None)) as writer:
+    with closing(RecordWriter(path, None, pytest.fail)) as writer:
         with pytest.raises(TypeError):
             writer.write(record(1, overflow={"where": object()}))
         writer.write(record(2, overflow={"largest": [math.nan, 1.5]}))
@@ -251,10 +251,10 @@ def write_steps(writer: RecordWriter, *steps: int) -> None:
 
 
 def test_continued_run_drops_later_records(path: Path) -> None:
-    writer = RecordWriter(path, 0)
+    writer = RecordWriter(path, 0, pytest.fail)
     write_steps(writer, 1, 2, 3)
     writer.close()
-    writer = RecordWriter(path, 2)
+    writer = RecordWriter(path, 2, pytest.fail)
     write_steps(writer, 3, 4, 5)
     writer.rewind(3)
     write_steps(writer, 4)
@@ -263,7 +263,7 @@ def test_continued_run_drops_later_records(path: Path) -> None:
 
 
 def test_late_validation_belongs_to_last_step(path: Path) -> None:
-    writer = RecordWriter(path, 0)
+    writer = RecordWriter(path, 0, pytest.fail)
     write_steps(writer, 1, 2)
     writer.add_validation(2, 1.5, {})
     assert written(path) == [(1, None), (2, 1.5)]
@@ -283,3 +283,21 @@ def test_buffered_records_before_rollback_are_kept(path: Path) -> None:
     write_steps(writer, 3)
     writer.close()
     assert written(path) == [(1, None), (2, None), (3, None)]
+
+
+def test_damaged_line_does_not_end_a_run(path: Path) -> None:
+    messages: list[str] = []
+    with closing(RecordWriter(path, 0, messages.append)) as writer:
+        write_steps(writer, 1)
+        good = path.read_bytes()
+        path.unlink()  # as an editor does to replace the file
+        path.write_bytes(good + b"a note\n")
+        write_steps(writer, 2)
+        writer.add_validation(2, 1.5, {})
+        path.write_bytes(good)
+        write_steps(writer, 3)
+    assert _steps(path) == [1, 2, 3]
+    assert "line 2: not a step record" in messages[1]
+    path.write_bytes(b"a note\n")
+    with pytest.raises(RecordError, match="line 1: not a step record"):
+        RecordWriter(path, None, pytest.fail)

@@ -32,6 +32,7 @@ from distmp.faults.watchdog import Ending, Watchdog
 from distmp.optim.settings import OptimizerConfig
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
+from distmp.telemetry.settings import LogConfig
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run import _Builder
 from distmp.training.run_directory import RunDirectory, create_run
@@ -289,7 +290,7 @@ def test_rank_0_selects_checkpoint_of_restart(tmp_path: Path) -> None:
     attempt(memory, 0).begin(run, StoredCheckpoint(early))
     if rank == 1:
         attempt(memory, 0).note_saved()
-    config, console = RunConfig(run_dir=str(tmp_path)), Console(quiet=True)
+    config, console = RunConfig(run_dir=str(tmp_path)), Console(LogConfig(), quiet=True)
     choice = DirectoryChoice(config, this_job("job"), str) if rank == 0 else None
     builder = _Builder(config, World.current("cpu"), console, attempt(memory, 1), choice)
     found = builder._find_checkpoint()
@@ -315,7 +316,7 @@ def test_only_restarts_without_progress_count(tmp_path: Path) -> None:
     reached = [5, 5, 3, 6, 6, 2, 6]
     for count, step in enumerate(reached, 1):
         run.records.unlink(missing_ok=True)
-        with closing(RecordWriter(run.records, resume_after_step=0)) as records:
+        with closing(RecordWriter(run.records, resume_after_step=0, warn=pytest.fail)) as records:
             records.write(record(step))
         if count < len(reached):
             attempt(memory, count).begin(run, None)

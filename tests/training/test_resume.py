@@ -19,6 +19,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.precision import Resolution
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import StepRecord, read_records
+from distmp.telemetry.settings import LogConfig
 from distmp.training import components
 from distmp.training.trainer import Trainer
 from distmp.utils.settings import from_mapping
@@ -285,7 +286,7 @@ def test_allowed_changes_are_reported_once(
         log={"console": "off", "every": 3},
         precision={"policy": "fp16", "loss_scale": {"growth_interval": 100}},
     )
-    Trainer(config, World.current("cpu"), Console())
+    Trainer(config, World.current("cpu"), Console(LogConfig()))
     logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
     assert logged == [
         "changed: precision.policy: fp32 -> fp16",

@@ -227,10 +227,6 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "other literal": lambda layer: layer.weight.copy_(torch.tensor([1.0, 2.0, 4.0])),
     "random": lambda layer: layer.weight.normal_(),
     "later random": lambda layer: (torch.rand(1), layer.weight.normal_()),
-    "generator": lambda layer: layer.weight.normal_(generator=torch.Generator().manual_seed(1)),
-    "other generator": lambda layer: layer.weight.normal_(
-        generator=torch.Generator().manual_seed(2)
-    ),
     "row": lambda layer: layer.weight[1].zero_(),
     "other row": lambda layer: layer.weight[2].zero_(),
     "part": lambda layer: setattr(layer, "weight", nn.Parameter(torch.rand(6, 3)[:3])),
@@ -364,12 +360,22 @@ class AssignsData(nn.Module):
         self.weight.data = torch.ones(3)
 
 
+class OwnGenerator(nn.Module):
+    """Two parameters of one draw, which would be repeated for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = torch.randn(4, generator=torch.Generator().manual_seed(0))
+        self.first, self.second = nn.Parameter(drawn.clone()), nn.Parameter(drawn.clone())
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (KeepsView, "^keeps a tensor in the attribute rows$"),
         (PlainTensors, "^keeps a tensor in the attribute nested$"),
         (AssignsData, "^assigns the data of weight, which is not recorded$"),
+        (OwnGenerator, "^draws random numbers from its own generator$"),
         (lambda: nn.Linear(3, 4).half(), "^converts its parameters to another dtype, which prec"),
     ],
 )

@@ -102,7 +102,7 @@ class PolicyResult:
 
     Attributes:
         reason: How the device runs the policy (emulated or native).
-        losses: Loss of every step, as the mean over the global batch.
+        losses: Loss of every step, as the mean over the global batch; NaN for a skipped step.
         step_seconds: Median duration of a step after the warm-up.
         memory_bytes: Maximum over the ranks of the additional peak memory.
         skipped: Number of skipped steps.
@@ -118,8 +118,10 @@ class PolicyResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean loss of the last quarter of the steps."""
-        return statistics.fmean(self.losses[-max(1, len(self.losses) // 4) :])
+        """Mean loss of the applied steps in the last quarter; NaN without any."""
+        last = self.losses[-max(1, len(self.losses) // 4) :]
+        applied = [loss for loss in last if not math.isnan(loss)]
+        return statistics.fmean(applied) if applied else math.nan
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,7 @@ def measure(
             begin = time.perf_counter()
             numbers = engine.step(microbatches).numbers
             seconds.append(time.perf_counter() - begin)
-            losses.append(numbers.loss)
+            losses.append(math.nan if numbers.skipped else numbers.loss)
             skipped += numbers.skipped
     memory = torch.tensor(peak_since(start, world.device), dtype=torch.float64, device=world.device)
     if world.group is not None:

@@ -44,6 +44,15 @@ def test_policies_train_on_the_same_steps(capsys: pytest.CaptureFixture[str], cw
     assert [path.name for path in cwd.iterdir()] == ["corpus"]  # nothing else is written
 
 
+def test_policy_that_skips_its_last_steps_has_diverged(
+    capsys: pytest.CaptureFixture[str], cwd: Path
+) -> None:
+    run = [option for option in RUN if "optim.lr" not in option]
+    data = f"--data.path={corpus(cwd / 'corpus')}"
+    assert main(["calibrate", *run, data, "--optim.lr=1e8", "--policies=fp32"]) == 0
+    assert "nothing to recommend: fp32 diverged" in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cwd: Path) -> None:
     size = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--validation.samples=4"]

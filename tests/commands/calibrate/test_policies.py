@@ -46,6 +46,12 @@ def test_recommended_policy_follows_results(
     assert comparison(**results).recommendation()[0] == recommended
 
 
+def test_last_loss_is_that_of_applied_steps() -> None:
+    losses = (5.0,) * 6 + (NAN, 2.0)
+    assert PolicyResult("native", losses, 1.0, 1, 1).last_loss == 2.0
+    assert math.isnan(PolicyResult("native", (*losses, NAN, NAN), 1.0, 1, 3).last_loss)
+
+
 def test_table_lists_each_policy_and_advice() -> None:
     compared = comparison(
         fp32=measured(2.0, 10, 3 * 2**20), fp16=measured(2.2, 5, 2**20, 2), tf32="why not"

@@ -20,7 +20,9 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
 def write_run(directory: Path, records: list[StepRecord], config: str = "") -> Path:
     directory.mkdir()
-    with closing(RecordWriter(directory / "steps.jsonl", resume_after_step=None)) as writer:
+    with closing(
+        RecordWriter(directory / "steps.jsonl", resume_after_step=None, warn=pytest.fail)
+    ) as writer:
         for one in records:
             writer.write(one)
     (directory / "config.yaml").write_text(config)
