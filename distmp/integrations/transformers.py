@@ -205,10 +205,10 @@ class TrainerMixin(_TrainerBase):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the trainer, the skipped steps and the loss scale."""
         if "loss" in logs:
-            scale = self.accelerator.scaler.get_scale()
-            logs["skipped_steps"] = self.accelerator.scaler.total_skips
+            state = self.accelerator.scaler.state_dict()
+            logs["skipped_steps"] = state["total_skips"]
             if self.policy.loss_scale is not None:
-                logs["loss_scale"] = scale
+                logs["loss_scale"] = state["scale"]
         super().log(logs, start_time)
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -105,7 +105,7 @@ def test_each_optimizer_knows_whether_it_was_skipped() -> None:
 
 @ranks(1)
 def test_two_optimizers_of_one_backward_share_scale() -> None:
-    """The scale doubles at every step, and accelerate updates it between the two optimizers."""
+    """The scale doubles at every step, and is updated and read between the optimizers."""
     reference = make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     rules = LossScaleConfig(init=2.0**4, growth_interval=1)
@@ -120,7 +120,9 @@ def test_two_optimizers_of_one_backward_share_scale() -> None:
         accelerator.backward(model(batch(step, 0)).square().mean())
         for optimizer in (plain, *prepared):
             optimizer.step()
-    assert accelerator.scaler.get_scale() == 2.0**7
+            state = accelerator.scaler.state_dict()
+            assert state["scale"] == accelerator.scaler.get_scale()
+    assert (state["scale"], state["total_skips"]) == (2.0**7, 0)
     for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
 
@@ -363,6 +365,19 @@ def test_gradients_that_are_still_scaled_are_noticed() -> None:
         assert "clip them with accelerator.clip_grad_norm_" in message
         with pytest.raises(ConfigError, match=r"optimizer = 'AdamW': .*pass it to accelerator"):
             train(prepares=False, fused=fused, clips=clip)
+
+
+@ranks(1)
+def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
+    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+    model = make_model()
+    own = [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in (0, 3)]
+    model, prepared = accelerator.prepare(model, own[0])
+    accelerator.backward(model(batch(0, 0)).square().mean())
+    prepared.step()
+    accelerator.scaler.get_scale()
+    with pytest.raises(ConfigError, match=r"optimizer = 'SGD': .*pass it to accelerator"):
+        own[1].step()
 
 
 @ranks(1)
