@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
@@ -125,11 +125,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             utils.AutocastKwargs(enabled=self.policy.autocast),
         ]
         if shards:
-            arguments["fsdp_plugin"] = fsdp_plugin(
-                self.policy,
-                arguments.get("fsdp_plugin"),
-                reduces_every_microbatch=_reduces_every_microbatch(arguments),
-            )
+            arguments["fsdp_plugin"] = fsdp_plugin(self.policy, arguments.get("fsdp_plugin"))
         else:
             check_replicated(self.policy)
         own = arguments["mixed_precision"]
@@ -204,6 +200,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Sum gradients without reducing them, if FSDP sums them as the policy does."""
+        if self.shards:
+            _check_sums(self.policy, 2 if self.is_fsdp2 else 1)
+        context: AbstractContextManager[None] = super().no_sync(model)
+        return context
+
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
         _check_shared(self.mixed_precision, self.policy)
@@ -212,16 +215,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for optimizer in self._optimizers:
                 optimizer.watch_gradients()
 
-    def load_state(self, input_dir: str | None = None, **arguments: Any) -> None:
+    def load_state(self, *positional: Any, **arguments: Any) -> None:
         """Load a state; without that of a scaler, the loss scale starts anew."""
         try:
-            super().load_state(input_dir, **arguments)
+            super().load_state(*positional, **arguments)
         except FileNotFoundError as error:
             if not str(error.filename).endswith(utils.SCALER_NAME):
                 raise
             logger.warning("%s is missing, so the loss scale starts anew", error.filename)
             with mock.patch.object(self, "scaler", None):
-                super().load_state(input_dir, **arguments)
+                super().load_state(*positional, **arguments)
 
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""
@@ -375,16 +378,6 @@ def _check_handler(handler: utils.KwargsHandler) -> None:
     raise ConfigError("kwargs_handlers", name, problem)
 
 
-def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
-    plugin: utils.GradientAccumulationPlugin | None = arguments.get("gradient_accumulation_plugin")
-    if plugin is not None:
-        return plugin.num_steps == 1 or plugin.sync_each_batch
-    steps = os.environ.get(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", arguments.get("gradient_accumulation_steps", 1)
-    )
-    return int(steps) == 1
-
-
 def _check_shared(used: str, policy: PrecisionPolicy) -> None:
     """Refuse another precision than that of accelerate's state, which all Accelerators share."""
     problem = (
@@ -461,8 +454,6 @@ def check_replicated(policy: PrecisionPolicy) -> None:
 def fsdp_plugin(
     policy: PrecisionPolicy,
     plugin: utils.FullyShardedDataParallelPlugin | None = None,
-    *,
-    reduces_every_microbatch: bool = True,
 ) -> utils.FullyShardedDataParallelPlugin:
     """Set the precision of a policy in a plugin, for FSDP1 and FSDP2.
 
@@ -472,14 +463,12 @@ def fsdp_plugin(
         policy: The precision policy.
         plugin: Plugin with all other settings of FSDP; None uses accelerate's defaults and
             environment variables.
-        reduces_every_microbatch: Whether gradients are reduced after each backward.
 
     Returns:
         The plugin, with the reduction dtype of the policy in place of accelerate's 16-bit default.
 
     Raises:
-        ConfigError: If the plugin has another precision, or FSDP would sum microbatches in another
-            dtype than the policy.
+        ConfigError: If the plugin has another precision.
     """
     plugin = utils.FullyShardedDataParallelPlugin() if plugin is None else plugin
     precision = (
@@ -488,10 +477,6 @@ def fsdp_plugin(
     given = plugin.mixed_precision_policy
     problem = f"the policy {policy.name} sets it to {precision}; remove it"
     require(given in (None, precision), "fsdp_plugin.mixed_precision_policy", given, problem)
-    if not reduces_every_microbatch:
-        _check_sums(policy, plugin.fsdp_version)
-    if policy.casts_parameters and policy.keep_fp32:
-        raise _cannot_keep(policy, ", ".join(policy.keep_fp32))
     plugin.mixed_precision_policy = precision
     return plugin
 
@@ -514,7 +499,12 @@ def prepare_to_shard(
             all modules in the same way.
     """
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
-        raise _cannot_keep(policy, next(iter(kept)))
+        problem = (
+            f"keeps {next(iter(kept))} in FP32 among {dtype_name(policy.compute_dtype)} parameters,"
+            " but accelerate shards all modules in the same way; use a policy with autocast, or"
+            " distmp.Engine"
+        )
+        raise ConfigError("precision.policy", policy.name, problem)
     keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT
     for parameter in module.parameters():
         unchanged = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
@@ -534,12 +524,3 @@ def _check_sums(policy: PrecisionPolicy, version: int) -> None:
     )
     setting = "gradient_accumulation_plugin.sync_each_batch"
     require(unreduced == policy.accumulate_dtype, setting, False, problem)
-
-
-def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:
-    return ConfigError(
-        "precision.policy",
-        policy.name,
-        f"keeps {what} in FP32 among {dtype_name(policy.compute_dtype)} parameters, but accelerate "
-        "shards all modules in the same way; use a policy with autocast, or distmp.Engine",
-    )

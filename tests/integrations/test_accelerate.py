@@ -241,6 +241,29 @@ def test_fsdp_dtypes_follow_mixed_precision(version: int) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@ranks(2)
+def test_16_bit_accumulation_is_refused() -> None:
+    """Also if accumulation starts after the Accelerator was created."""
+    _let_accelerate_shard_on_cpu()
+
+    def build(text: str, version: int) -> Accelerator:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+            accelerator = Accelerator(text, fsdp_plugin=plugin)
+        accelerator.gradient_accumulation_steps = 2
+        return accelerator
+
+    for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
+        accelerator = build(text, version)
+        problem = pytest.raises(ConfigError, match="would sum microbatches in bfloat16")
+        with problem as caught, accelerator.accumulate(nn.Linear(2, 2)):
+            pass
+        assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
+    for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
+        build(text, version).no_sync(nn.Linear(2, 2))
+
+
 def _let_accelerate_shard_on_cpu() -> None:
     """accelerate does this only on GPUs; the code is the same."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -408,7 +431,7 @@ def test_state_without_scaler_starts_loss_scale_anew(tmp_path: Path) -> None:
             nn.init.constant_(module[0].bias, 3.0)
             accelerator.save_state(str(tmp_path))
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
-        accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path), {})
     assert warning.call_count == 1
     assert module[0].bias.unique().item() == 3.0
     assert accelerator.scaler.get_scale() == 2.0**16
