@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -27,8 +27,9 @@ from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wan
 from distmp.errors import ConfigError, argument_names, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
+from distmp.precision.notation import resolve_without_masters
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
 from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
@@ -116,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.policy, self.policy_reason = (
             _from_mixed_precision(arguments.get("mixed_precision"), device)
             if policy is None
-            else _resolve(policy, device, shards=shards)
+            else (resolve if shards else resolve_without_masters)(policy, device)
         )
         rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         arguments["mixed_precision"] = mixed_precision(self.policy)
@@ -200,12 +201,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """Sum gradients without reducing them, if FSDP sums them as the policy does."""
         if self.shards:
             _check_sums(self.policy, 2 if self.is_fsdp2 else 1)
-        context: AbstractContextManager[None] = super().no_sync(model)
-        return context
+        return super().no_sync(model)
 
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
@@ -252,18 +252,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
-        low_precision = [
-            f"{name!r} is {dtype_name(parameter.dtype)}"
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
-        ]
-        if low_precision and self._follows and self.is_main_process:
-            logger.warning(
-                "mixed_precision trains FP32 weights: %d parameters in 16 bits become float32 (%s);"
-                " policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are",
-                len(low_precision),
-                low_precision[0],
-            )
+        if self._follows:
+            hint = "; policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are"
+            builders.store_in_fp32(model, self.policy, hint, quiet=not self.is_main_process)
 
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
@@ -312,14 +303,6 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped, the same on all ranks. Waits for the device."""
         return self.scaler.was_skipped(self.optimizer)
-
-
-def _resolve(requested: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
-    resolution = resolve(requested, device)
-    if requested == "auto" and resolution.policy.has_masters and not shards:
-        autocast = policy(f"{resolution.policy.name}-autocast")
-        return Resolution(autocast, f"{resolution.reason}; accelerate has no FP32 master weights")
-    return resolution
 
 
 def _from_mixed_precision(argument: Any, device: torch.device) -> Resolution:

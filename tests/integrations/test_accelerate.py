@@ -533,7 +533,7 @@ def test_16_bit_weights_become_fp32_with_warning() -> None:
         model = accelerator.prepare_model(make_model().bfloat16())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     (call,) = warning.call_args_list
-    assert "6 parameters in 16 bits become float32 ('0.weight' is bfloat16)" in (
+    assert "6 parameters become float32 ('0.weight' was bfloat16); policy='bf16-pure" in (
         call.args[0] % call.args[1:]
     )
 

@@ -140,7 +140,7 @@ def test_random_numbers_of_an_own_generator_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     model = Drawn(lambda x, training: 4 * x * torch.rand(x.shape, generator=generator).round())
     for train_step in (scripts.token_mean, scripts.microbatch_means):
-        with pytest.raises(ConfigError, match="gradients against float64.*; draw random numbers"):
+        with pytest.raises(ConfigError, match="gradients against float64"):
             check_gradient(train_step, model, samples())
 
 
