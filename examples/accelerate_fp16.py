@@ -14,9 +14,8 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from distmp.integrations.accelerate import (
-    Accelerator,
-)  # in place of: from accelerate import Accelerator
+# In place of: from accelerate import Accelerator
+from distmp.integrations.accelerate import Accelerator
 
 
 def main() -> None:

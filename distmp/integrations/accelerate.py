@@ -27,8 +27,9 @@ from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wan
 from distmp.errors import ConfigError, argument_names, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, policy, resolve
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
+from distmp.precision.notation import resolve_without_masters
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
 from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
@@ -116,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.policy, self.policy_reason = (
             _from_mixed_precision(arguments.get("mixed_precision"), device)
             if policy is None
-            else _resolve(policy, device, shards=shards)
+            else (resolve if shards else resolve_without_masters)(policy, device)
         )
         rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         arguments["mixed_precision"] = mixed_precision(self.policy)
@@ -125,11 +126,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             utils.AutocastKwargs(enabled=self.policy.autocast),
         ]
         if shards:
-            arguments["fsdp_plugin"] = fsdp_plugin(
-                self.policy,
-                arguments.get("fsdp_plugin"),
-                reduces_every_microbatch=_reduces_every_microbatch(arguments),
-            )
+            arguments["fsdp_plugin"] = fsdp_plugin(self.policy, arguments.get("fsdp_plugin"))
         else:
             check_replicated(self.policy)
         own = arguments["mixed_precision"]
@@ -204,6 +201,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
+    def no_sync(self, model: nn.Module) -> Any:
+        """Sum gradients without reducing them, if FSDP sums them as the policy does."""
+        if self.shards:
+            _check_sums(self.policy, 2 if self.is_fsdp2 else 1)
+        return super().no_sync(model)
+
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
         _check_shared(self.mixed_precision, self.policy)
@@ -212,16 +215,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for optimizer in self._optimizers:
                 optimizer.watch_gradients()
 
-    def load_state(self, input_dir: str | None = None, **arguments: Any) -> None:
+    def load_state(self, *positional: Any, **arguments: Any) -> None:
         """Load a state; without that of a scaler, the loss scale starts anew."""
         try:
-            super().load_state(input_dir, **arguments)
+            super().load_state(*positional, **arguments)
         except FileNotFoundError as error:
             if not str(error.filename).endswith(utils.SCALER_NAME):
                 raise
             logger.warning("%s is missing, so the loss scale starts anew", error.filename)
             with mock.patch.object(self, "scaler", None):
-                super().load_state(input_dir, **arguments)
+                super().load_state(*positional, **arguments)
 
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""
@@ -249,18 +252,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
-        low_precision = [
-            f"{name!r} is {dtype_name(parameter.dtype)}"
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
-        ]
-        if low_precision and self._follows and self.is_main_process:
-            logger.warning(
-                "mixed_precision trains FP32 weights: %d parameters in 16 bits become float32 (%s);"
-                " policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are",
-                len(low_precision),
-                low_precision[0],
-            )
+        if self._follows:
+            hint = "; policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are"
+            builders.store_in_fp32(model, self.policy, hint, quiet=not self.is_main_process)
 
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
@@ -309,14 +303,6 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped, the same on all ranks. Waits for the device."""
         return self.scaler.was_skipped(self.optimizer)
-
-
-def _resolve(requested: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
-    resolution = resolve(requested, device)
-    if requested == "auto" and resolution.policy.has_masters and not shards:
-        autocast = policy(f"{resolution.policy.name}-autocast")
-        return Resolution(autocast, f"{resolution.reason}; accelerate has no FP32 master weights")
-    return resolution
 
 
 def _from_mixed_precision(argument: Any, device: torch.device) -> Resolution:
@@ -373,16 +359,6 @@ def _check_handler(handler: utils.KwargsHandler) -> None:
     else:
         return
     raise ConfigError("kwargs_handlers", name, problem)
-
-
-def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
-    plugin: utils.GradientAccumulationPlugin | None = arguments.get("gradient_accumulation_plugin")
-    if plugin is not None:
-        return plugin.num_steps == 1 or plugin.sync_each_batch
-    steps = os.environ.get(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", arguments.get("gradient_accumulation_steps", 1)
-    )
-    return int(steps) == 1
 
 
 def _check_shared(used: str, policy: PrecisionPolicy) -> None:
@@ -461,8 +437,6 @@ def check_replicated(policy: PrecisionPolicy) -> None:
 def fsdp_plugin(
     policy: PrecisionPolicy,
     plugin: utils.FullyShardedDataParallelPlugin | None = None,
-    *,
-    reduces_every_microbatch: bool = True,
 ) -> utils.FullyShardedDataParallelPlugin:
     """Set the precision of a policy in a plugin, for FSDP1 and FSDP2.
 
@@ -472,14 +446,12 @@ def fsdp_plugin(
         policy: The precision policy.
         plugin: Plugin with all other settings of FSDP; None uses accelerate's defaults and
             environment variables.
-        reduces_every_microbatch: Whether gradients are reduced after each backward.
 
     Returns:
         The plugin, with the reduction dtype of the policy in place of accelerate's 16-bit default.
 
     Raises:
-        ConfigError: If the plugin has another precision, or FSDP would sum microbatches in another
-            dtype than the policy.
+        ConfigError: If the plugin has another precision.
     """
     plugin = utils.FullyShardedDataParallelPlugin() if plugin is None else plugin
     precision = (
@@ -488,10 +460,6 @@ def fsdp_plugin(
     given = plugin.mixed_precision_policy
     problem = f"the policy {policy.name} sets it to {precision}; remove it"
     require(given in (None, precision), "fsdp_plugin.mixed_precision_policy", given, problem)
-    if not reduces_every_microbatch:
-        _check_sums(policy, plugin.fsdp_version)
-    if policy.casts_parameters and policy.keep_fp32:
-        raise _cannot_keep(policy, ", ".join(policy.keep_fp32))
     plugin.mixed_precision_policy = precision
     return plugin
 
@@ -514,7 +482,12 @@ def prepare_to_shard(
             all modules in the same way.
     """
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
-        raise _cannot_keep(policy, next(iter(kept)))
+        problem = (
+            f"keeps {next(iter(kept))} in FP32 among {dtype_name(policy.compute_dtype)} parameters,"
+            " but accelerate shards all modules in the same way; use a policy with autocast, or"
+            " distmp.Engine"
+        )
+        raise ConfigError("precision.policy", policy.name, problem)
     keeps_frozen = mixed_dtypes and policy.compute_dtype in SIXTEEN_BIT
     for parameter in module.parameters():
         unchanged = keeps_frozen and parameter.dtype in SIXTEEN_BIT and not parameter.requires_grad
@@ -534,12 +507,3 @@ def _check_sums(policy: PrecisionPolicy, version: int) -> None:
     )
     setting = "gradient_accumulation_plugin.sync_each_batch"
     require(unreduced == policy.accumulate_dtype, setting, False, problem)
-
-
-def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:
-    return ConfigError(
-        "precision.policy",
-        policy.name,
-        f"keeps {what} in FP32 among {dtype_name(policy.compute_dtype)} parameters, but accelerate "
-        "shards all modules in the same way; use a policy with autocast, or distmp.Engine",
-    )

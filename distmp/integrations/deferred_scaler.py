@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -73,14 +74,12 @@ class DeferredGradScaler(DistributedGradScaler):
         return bool(getattr(optimizer, FOUND_INF, False))
 
     def get_scale(self) -> float:
-        """Finish the last iteration, and return the scale."""
-        self._finish_iteration()
-        return super().get_scale()
+        """Return the scale of the next backward."""
+        return self._updated().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Finish the last iteration, and return the state."""
-        self._finish_iteration()
-        return super().state_dict()
+        """Return the state at the next backward."""
+        return self._updated().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Finish the last iteration, and load a state."""
@@ -91,6 +90,18 @@ class DeferredGradScaler(DistributedGradScaler):
         super()._apply_decision(members, total)
         for member in members:
             setattr(member.optimizer, FOUND_INF, total.found_inf)
+
+    def _updated(self) -> DistributedGradScaler:
+        """Return a copy after the update that is due.
+
+        This scaler itself stays, because gradients of other optimizers may still have its scale.
+        """
+        updated = object.__new__(DistributedGradScaler)
+        vars(updated).update(vars(self))
+        if self._due and self._totals:
+            updated._loss_scale = copy.copy(self._loss_scale)
+            updated._update_scale(dynamic=True)
+        return updated
 
     def _finish_iteration(self, new_scale: float | Tensor | None = None) -> None:
         if self._due:

@@ -20,9 +20,9 @@ from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters
-from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep, policy, resolve
-from distmp.precision.builders import refuse_low_precision_matmuls
-from distmp.precision.notation import LIGHTNING_POLICIES
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep
+from distmp.precision.builders import refuse_low_precision_matmuls, store_in_fp32
+from distmp.precision.notation import LIGHTNING_POLICIES, resolve_without_masters
 from distmp.precision.policy import dtype_word
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.local_gradients import parameters
@@ -40,9 +40,7 @@ def resolved(requested: PolicyLike, device: torch.device) -> Resolution:
         ConfigError: If no strategy of Lightning implements it.
     """
     name = LIGHTNING_POLICIES.get(requested, requested) if isinstance(requested, str) else requested
-    resolution = resolve(name, device)
-    if name == "auto" and resolution.policy.has_masters:
-        resolution = Resolution(policy(f"{resolution.policy.name}-autocast"), resolution.reason)
+    resolution = resolve_without_masters(name, device)
     refuse_low_precision_matmuls(resolution.policy)
     check_policy(resolution.policy)
     return resolution
@@ -79,25 +77,9 @@ def prepare_module(module: nn.Module, policy: PrecisionPolicy, device_type: str)
         return  # fully_shard does it; see `check_parallel`
     check_parameters(module, policy)
     if not any(is_dtensor(parameter) for parameter in module.parameters()):
-        _store_in_fp32(module, policy)
+        store_in_fp32(module, policy)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
-
-
-def _store_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> None:
-    dtypes = keep.storage_dtypes(module, policy)
-    converted = []
-    for name, parameter in module.named_parameters():
-        if parameter.dtype != dtypes[name]:
-            converted.append(f"{name!r} was {dtype_name(parameter.dtype)}")
-            parameter.data = parameter.data.to(dtypes[name])
-    if converted:
-        logger.warning(
-            "the policy %s trains FP32 weights: %d parameters become float32 (%s)",
-            policy.name,
-            len(converted),
-            converted[0],
-        )
 
 
 def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import TrainingError, require
-from distmp.integrations.accelerate import Accelerator, fsdp_plugin
+from distmp.integrations.accelerate import Accelerator
 from distmp.integrations.deferred_scaler import DeferredGradScaler
 from distmp.parallel.global_mean import is_sum
 from distmp.precision import PolicyLike, PrecisionPolicy
@@ -205,10 +205,10 @@ class TrainerMixin(_TrainerBase):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the trainer, the skipped steps and the loss scale."""
         if "loss" in logs:
-            scale = self.accelerator.scaler.get_scale()
-            logs["skipped_steps"] = self.accelerator.scaler.total_skips
+            state = self.accelerator.scaler.state_dict()
+            logs["skipped_steps"] = state["total_skips"]
             if self.policy.loss_scale is not None:
-                logs["loss_scale"] = scale
+                logs["loss_scale"] = state["scale"]
         super().log(logs, start_time)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -404,7 +404,3 @@ def _check_sharding(trainer: TrainerMixin) -> None:
         " in the training arguments"
     )
     require(not loaded, "distributed_config", "in use", problem)
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and trainer.args.gradient_accumulation_steps > 1:
-        each = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        fsdp_plugin(trainer.policy, plugin, reduces_every_microbatch=each)

@@ -13,6 +13,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from distmp.precision.functions import functions_in_fp32
 from distmp.precision.notation import name_of
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
+
+logger = logging.getLogger("distmp")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -219,6 +222,29 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
     cast_inputs_and_outputs(module, policy)
+
+
+def store_in_fp32(
+    module: nn.Module, policy: PrecisionPolicy, hint: str = "", *, quiet: bool = False
+) -> None:
+    """Store parameters as a policy with FP32 weights does, and log which ones change.
+
+    Args:
+        module: The root module; changed in place.
+        policy: The precision policy.
+        hint: What the message ends with.
+        quiet: Do not log, because another rank does.
+    """
+    dtypes = keep.storage_dtypes(module, policy)
+    converted = []
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != dtypes[name]:
+            converted.append(f"{name!r} was {dtype_name(parameter.dtype)}")
+            parameter.data = parameter.data.to(dtypes[name])
+    if converted and not quiet:
+        first, count = converted[0], len(converted)
+        problem = "the policy %s trains FP32 weights: %d parameters become float32 (%s)%s"
+        logger.warning(problem, policy.name, count, first, hint)
 
 
 def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:

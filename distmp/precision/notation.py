@@ -241,6 +241,15 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
 
 
+def resolve_without_masters(requested: PolicyLike, device: torch.device) -> Resolution:
+    """Resolve as `resolve` does, except that "auto" selects no policy with FP32 master weights."""
+    found = resolve(requested, device)
+    if requested != "auto" or not found.policy.has_masters:
+        return found
+    autocast = policy(f"{found.policy.name}-autocast")
+    return Resolution(autocast, f"{found.reason}; there are no FP32 master weights here")
+
+
 def _as_device(device: torch.device | str) -> torch.device:
     with contextlib.suppress(RuntimeError):
         if isinstance(device, torch.device | str):

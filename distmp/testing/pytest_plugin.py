@@ -80,7 +80,7 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
         # torch passes only the text of an `Exception` to the parent.
         as_text = RuntimeError(f"{type(error).__name__}: {error}")
         raise as_text.with_traceback(error.__traceback__) from None
-    faulthandler.cancel_dump_traceback_later()
     # Ending now would break the connections that the other ranks still use.
     store.set(f"rank {rank} is done", "")
     store.wait([f"rank {each} is done" for each in range(world_size)], limit)
+    faulthandler.cancel_dump_traceback_later()

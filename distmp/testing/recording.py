@@ -23,7 +23,7 @@ from distmp.errors import require
 from distmp.testing.gradients import ByName, unwrapped
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import restorers
-from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name, tensors_in
 
 
 @dataclass(eq=False, kw_only=True)
@@ -170,6 +170,7 @@ _LOSSES = {
     for each in vars(F).values()
     if inspect.isfunction(each) and "reduction" in each.__code__.co_varnames
 } - {F.ctc_loss}
+_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # their means, also without class labels
 _SUMS = ("none", "sum")  # the user sums single losses
 
 
@@ -197,10 +198,13 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
     """Return how much each loss counts in their mean."""
     if arguments["reduction"] == "batchmean":
         return torch.ones(len(arguments["input"]))
-    target, ignored = arguments.get("target"), arguments.get("ignore_index")
-    if target is None or ignored is None or target.is_floating_point():
+    target, weight = arguments.get("target"), arguments.get("weight")
+    if function in _DIVIDED_BY_WEIGHTS and weight is not None:
+        return weight.clone()
+    if target is None or "ignore_index" not in arguments or target.is_floating_point():
         return torch.ones_like(function(**{**arguments, "reduction": "none"}))
-    kept, weight = target != ignored, arguments["weight"]
+    ignored = arguments["ignore_index"]
+    kept = target != (-100 if ignored is None else ignored)
     return kept if weight is None else weight[target.where(kept, 0)] * kept
 
 
@@ -225,10 +229,11 @@ class _Recorder(TorchFunctionMode):
         step, running = self._step, self._running
         result = func(*args, **(kwargs or {}))
         # Updates in place return parameters, too, without gradients enabled.
-        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.requires_grad
-        if not is_tracked:
+        tracked = [each for each in tensors_in(result) if each.requires_grad]
+        if not (torch.is_grad_enabled() and tracked):
             return result
-        if used := [p for p in args if isinstance(p, nn.Parameter) and p.is_floating_point()]:
+        found = (p for p in tensors_in([args, kwargs]) if isinstance(p, nn.Parameter))
+        if used := [p for p in found if p.is_floating_point()]:
             step.has_other_terms |= running is None
             step.compute = step.compute or (used[0].dtype if running else None)
         if arguments := loss_arguments(func, args, kwargs, means=running is None):
@@ -287,7 +292,9 @@ class _Collectives(TorchDispatchMode):
 
 
 # Functions whose random numbers depend on the dtype.
-_DRAWS = re.compile(r"aten\.(randn?|normal|uniform|bernoulli|exponential)(_like)?_?\.(?!.*out).*")
+_DRAWS = re.compile(
+    r"aten\.(native_dropout|randn?|normal|uniform|bernoulli|exponential)(_like)?_?\.(?!.*out).*"
+)
 
 
 class Draws(TorchDispatchMode):
@@ -310,10 +317,14 @@ class Draws(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._run is None:
             result = func(*args, **kwargs)
-            self._dtypes.append(result.dtype if result.is_floating_point() else torch.float32)
+            drawn = result[0] if isinstance(result, tuple) else result
+            self._dtypes.append(drawn.dtype if drawn.is_floating_point() else torch.float32)
             return result
         dtype = next(self._run, torch.float64)  # none are listed for a model in float64
         given, options = map_tensors(floating_point_cast(dtype), [args, kwargs])
+        if func is torch.ops.aten.native_dropout.default:  # only the mask is drawn
+            mask = func(*given, **options)[1]
+            return args[0] * (mask / (1 - args[1] or 1.0)), mask
         if kwargs.get("dtype") is torch.float64:
             options["dtype"] = dtype
         drawn = floating_point_cast(torch.float64)(func(*given, **options))

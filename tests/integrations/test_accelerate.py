@@ -105,7 +105,7 @@ def test_each_optimizer_knows_whether_it_was_skipped() -> None:
 
 @ranks(1)
 def test_two_optimizers_of_one_backward_share_scale() -> None:
-    """The scale doubles at every step, and accelerate updates it between the two optimizers."""
+    """The scale doubles at every step, and is updated and read between the optimizers."""
     reference = make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     rules = LossScaleConfig(init=2.0**4, growth_interval=1)
@@ -120,7 +120,9 @@ def test_two_optimizers_of_one_backward_share_scale() -> None:
         accelerator.backward(model(batch(step, 0)).square().mean())
         for optimizer in (plain, *prepared):
             optimizer.step()
-    assert accelerator.scaler.get_scale() == 2.0**7
+            state = accelerator.scaler.state_dict()
+            assert state["scale"] == accelerator.scaler.get_scale()
+    assert (state["scale"], state["total_skips"]) == (2.0**7, 0)
     for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
 
@@ -237,6 +239,29 @@ def test_fsdp_dtypes_follow_mixed_precision(version: int) -> None:
     assert model(batch(0, accelerator.process_index)).dtype == torch.float32
     assert seen == [torch.float32, torch.bfloat16]
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ranks(2)
+def test_16_bit_accumulation_is_refused() -> None:
+    """Also if accumulation starts after the Accelerator was created."""
+    _let_accelerate_shard_on_cpu()
+
+    def build(text: str, version: int) -> Accelerator:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+            accelerator = Accelerator(text, fsdp_plugin=plugin)
+        accelerator.gradient_accumulation_steps = 2
+        return accelerator
+
+    for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
+        accelerator = build(text, version)
+        problem = pytest.raises(ConfigError, match="would sum microbatches in bfloat16")
+        with problem as caught, accelerator.accumulate(nn.Linear(2, 2)):
+            pass
+        assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
+    for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
+        build(text, version).no_sync(nn.Linear(2, 2))
 
 
 def _let_accelerate_shard_on_cpu() -> None:
@@ -366,6 +391,19 @@ def test_gradients_that_are_still_scaled_are_noticed() -> None:
 
 
 @ranks(1)
+def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
+    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+    model = make_model()
+    own = [torch.optim.SGD(model[part].parameters(), lr=0.1) for part in (0, 3)]
+    model, prepared = accelerator.prepare(model, own[0])
+    accelerator.backward(model(batch(0, 0)).square().mean())
+    prepared.step()
+    accelerator.scaler.get_scale()
+    with pytest.raises(ConfigError, match=r"optimizer = 'SGD': .*pass it to accelerator"):
+        own[1].step()
+
+
+@ranks(1)
 def test_model_of_a_finished_training_can_be_trained_otherwise() -> None:
     accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
     module = make_model()
@@ -393,7 +431,7 @@ def test_state_without_scaler_starts_loss_scale_anew(tmp_path: Path) -> None:
             nn.init.constant_(module[0].bias, 3.0)
             accelerator.save_state(str(tmp_path))
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
-        accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path), {})
     assert warning.call_count == 1
     assert module[0].bias.unique().item() == 3.0
     assert accelerator.scaler.get_scale() == 2.0**16
@@ -495,7 +533,7 @@ def test_16_bit_weights_become_fp32_with_warning() -> None:
         model = accelerator.prepare_model(make_model().bfloat16())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     (call,) = warning.call_args_list
-    assert "6 parameters in 16 bits become float32 ('0.weight' is bfloat16)" in (
+    assert "6 parameters become float32 ('0.weight' was bfloat16); policy='bf16-pure" in (
         call.args[0] % call.args[1:]
     )
 

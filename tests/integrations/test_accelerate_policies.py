@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -94,11 +95,16 @@ def test_fsdp_fields_are_passed_to_plugin(version: int) -> None:
     ],
 )
 def test_policies_unsupported_by_fsdp_are_refused(text: str, setting: str, message: str) -> None:
+    def build(text: str, version: int) -> None:
+        fsdp_plugin(policy(text), FullyShardedDataParallelPlugin(fsdp_version=version))
+        module = nn.Sequential(OrderedDict(norm=nn.LayerNorm(2)))
+        prepare_to_shard(module, policy(text), "cpu", mixed_dtypes=version == 2)
+
     for version in (1, 2):
         with pytest.raises(ConfigError, match=message) as caught:
-            fsdp_plugin(policy(text), FullyShardedDataParallelPlugin(fsdp_version=version))
+            build(text, version)
         assert caught.value.setting == setting
-    fsdp_plugin(policy("bf16-autocast,keep_fp32=norm"))
+        build("bf16-autocast,keep_fp32=norm", version)
 
 
 def test_batch_norms_among_16_bit_parameters_are_refused() -> None:
@@ -129,19 +135,6 @@ def test_conflicting_plugin_precision_is_refused(version: int) -> None:
     assert caught.value.setting == "fsdp_plugin.mixed_precision_policy"
     again = fsdp_plugin(policy("bf16"), FullyShardedDataParallelPlugin(fsdp_version=version))
     assert fsdp_plugin(policy("bf16"), again) is again
-
-
-def test_16_bit_accumulation_is_refused() -> None:
-    def build(text: str, version: int) -> Any:
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-        return fsdp_plugin(policy(text), plugin, reduces_every_microbatch=False)
-
-    for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
-        with pytest.raises(ConfigError, match="would sum microbatches in bfloat16") as caught:
-            build(text, version)
-        assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
-    for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
-        build(text, version)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _check_sharded(path: Path) -> None:
             assert found < error, (policy, found)
             assert trainer.state.log_history[0]["skipped_steps"] == 0
         with pytest.raises(ConfigError, match="FSDP1 would sum microbatches in bfloat16"):
-            made("bf16", version=1)
+            made("bf16", version=1).train()
 
 
 @pytest.mark.nightly

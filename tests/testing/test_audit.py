@@ -185,6 +185,10 @@ def penalty(model: nn.Module) -> Tensor:
     return sum(p.square().sum() for p in model.parameters())
 
 
+def penalty_of_norms(model: nn.Module) -> Tensor:
+    return torch.stack(torch._foreach_norm([*model.parameters()])).sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
@@ -196,6 +200,10 @@ def penalty(model: nn.Module) -> Tensor:
         ),
         (
             lambda model, batch: squares(model, batch) + penalty(model),
+            "backward has terms that do not depend on the model's outputs",
+        ),
+        (
+            lambda model, batch: squares(model, batch) + penalty_of_norms(model),
             "backward has terms that do not depend on the model's outputs",
         ),
         (lambda model, batch: model(batch[0]).square().mean(), "right"),
@@ -429,6 +437,36 @@ def test_random_numbers_of_an_own_generator_are_not_decided() -> None:
     report = audited(model, mean_of_means)
     assert (kinds(report), report.exit_code) == ([], 2)
     assert "draw random numbers only from default" in report.undecided[0]
+
+
+@pytest.mark.parametrize("function", [F.linear_cross_entropy, F.mse_loss])
+def test_losses_count_by_label_and_weight(function: Any) -> None:
+    """Without `ignore_index`, and with weights of elements."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    inputs = torch.randn(2, 12, 4)
+    kept = torch.arange(12) < torch.tensor([[2], [11]])
+    labels, weights = torch.where(kept, 1, -100), kept[..., None].expand(inputs.shape).float()
+
+    def loss(outputs: Tensor, index: int, reduction: str) -> Tensor:
+        if function is F.linear_cross_entropy:
+            arguments = (torch.ones(5, 4).cumsum(0).sin(), labels[index])
+            return function(outputs, *arguments, reduction=reduction)
+        return function(outputs, inputs[index], weight=weights[index], reduction=reduction)
+
+    def audited_losses(reduction: str, divisor: float) -> AuditReport:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with distmp.audit(model, optimizer) as audit:
+            for index in range(2):
+                outputs = model(inputs[index].repeat(1, 2))
+                (loss(outputs, index, reduction) / divisor).backward()
+            optimizer.step()
+        return audit.report
+
+    counted = kept if function is F.linear_cross_entropy else weights
+    assert audited_losses("sum", float(counted.sum())).exit_code == 0
+    model.zero_grad()
+    assert kinds(audited_losses("mean", 2)) == ["microbatch_means"]
 
 
 def test_clipping_of_scaled_gradients() -> None:

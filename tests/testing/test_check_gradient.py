@@ -140,11 +140,42 @@ def test_random_numbers_of_an_own_generator_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     model = Drawn(lambda x, training: 4 * x * torch.rand(x.shape, generator=generator).round())
     for train_step in (scripts.token_mean, scripts.microbatch_means):
-        with pytest.raises(ConfigError, match="two runs of the same microbatches; draw random"):
+        with pytest.raises(ConfigError, match="gradients against float64"):
             check_gradient(train_step, model, samples())
 
 
-def test_gradients_that_cancel_are_no_random_numbers() -> None:
+def test_random_numbers_of_kernels_are_refused() -> None:
+    """Float64 draws others, so that it is no reference for a mean of means."""
+    model = Drawn(lambda x, training: 4 * x * torch.ops.distmp_test.drawn_mask(x.detach()))
+    with torch.library._scoped_library("distmp_test", "DEF") as library:
+        library.define("drawn_mask(Tensor x) -> Tensor")
+        library.impl("drawn_mask", drawn_mask, "CompositeExplicitAutograd")
+        for train_step in (scripts.token_mean, scripts.microbatch_means):
+            with pytest.raises(ConfigError, match="without dropout in fused kernels"):
+                check_gradient(train_step, model, samples())
+
+
+def drawn_mask(x: Tensor) -> Tensor:
+    """Consume random numbers by the bytes of the dtype, as vectorized kernels do."""
+    return torch.randint(2, (*x.shape, x.itemsize))[..., 0].to(x.dtype)
+
+
+def fused_dropout(x: Tensor, p: float, training: bool) -> tuple[Tensor, Tensor]:
+    mask = drawn_mask(x)
+    return x * mask / (1 - p), mask.bool()
+
+
+@pytest.mark.filterwarnings("ignore:.*operators may also be overridden")
+def test_dropout_of_gpus_is_that_of_the_step() -> None:
+    model = Drawn(lambda x, training: torch.ops.aten.native_dropout(x, 0.5, True)[0])
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("native_dropout", fused_dropout, "CPU")
+        for train_step in (scripts.token_mean, scripts.autocast):
+            check_gradient(train_step, model, samples())
+        assert kinds(scripts.microbatch_means, model) == ["microbatch_means"]
+
+
+def test_gradients_that_cancel_are_refused() -> None:
     """Rounding to bf16 changes their sum by more than a tenth."""
     model = nn.Linear(16, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -162,7 +193,8 @@ def test_gradients_that_cancel_are_no_random_numbers() -> None:
             (loss_sum(model, batch)[0] / total).backward()
 
     step = functools.partial(in_autocast, train_step)
-    check_gradient(step, model, pairs, loss_sum=loss_sum)
+    with pytest.raises(ConfigError, match="use microbatches whose gradients do not cancel"):
+        check_gradient(step, model, pairs, loss_sum=loss_sum)
 
 
 def in_autocast(train_step: scripts.TrainStep, model: nn.Module, parts: Any) -> None:
@@ -210,6 +242,9 @@ def test_what_cannot_be_checked_is_refused() -> None:
         check_gradient(scripts.token_mean, model, ragged)
     with pytest.raises(SetupError, match="pass loss_sum"):
         check_gradient(lambda model, microbatches: None, model, [torch.zeros(3)] * 3)
+    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(SetupError, match=r"'phase' = .*torch\.view_as_complex"):
+        check_gradient(scripts.token_mean, model, samples())
 
 
 def popped_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,11 @@ def test_dies():
         os._exit(7)
     dist.barrier()
 
+@pytest.mark.ranks(2, timeout=1)
+def test_ends_early():
+    if dist.get_rank() == 1:
+        os._exit(0)
+
 @pytest.mark.ranks(2)
 def test_exits():
     if dist.get_rank() == 1:
@@ -79,7 +84,7 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["distmp.testing.pytest_plugin"]\n')
     options = "-rs", "-p", "no:cacheprovider", "--strict-markers"
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
-    assert "5 failed, 3 passed, 1 skipped" in shown
+    assert "6 failed, 3 passed, 1 skipped" in shown
     assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
     assert "another exception occurred" not in shown
     assert "the direct cause of" not in shown
