@@ -111,8 +111,8 @@ def _steps(
     parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy=policy, **changes)
     with closing(training_batches(config, parts, world, Progress())) as batches:
-        for batch in batches:
-            yield engine.step(batch)
+        for each in batches:
+            yield engine.step(each.microbatches)
 
 
 def peak_allocated(step: Callable[[], object]) -> int:

@@ -49,7 +49,7 @@ def bytes_per_parameter(options: Sequence[str], size: str) -> float:
     world = World.current("cpu")
     parts = build_model_and_data(config, world)
     engine = build_engine(config, parts, world, policy=config.precision.policy, attribution=False)
-    engine.step(next(training_batches(config, parts, world, Progress())))
+    engine.step(next(training_batches(config, parts, world, Progress())).microbatches)
     uses = engine.tensors_by_use()
     kept = ("parameters", "master weights", "optimizer state")
     tensors = {tensor.data_ptr(): tensor for use in kept for tensor in uses[use]}

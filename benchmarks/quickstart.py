@@ -101,7 +101,7 @@ def _plain(config: RunConfig, world: World) -> float:
     def train() -> None:
         losses = []
         for step in range(config.steps):
-            microbatches = next(batches)
+            microbatches = next(batches).microbatches
             for index, batch in enumerate(microbatches):
                 model.require_backward_grad_sync = index == len(microbatches) - 1
                 inputs, targets = (

@@ -94,7 +94,7 @@ class Training:
         with closing(batches):
             for step in range(steps):  # noqa: B007 (read by the loss)
                 arrived = 0
-                outcomes.append(engine.step(next(batches)).numbers)
+                outcomes.append(engine.step(next(batches).microbatches).numbers)
         limit = config.optim.max_norm
         assert limit is not None
         return {

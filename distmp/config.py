@@ -77,11 +77,7 @@ _ADVICE = {
         "lora": "set model.peft",
         "wandb": "set log.trackers",
         "ema": "set ema.decay; 0 disables it",
-        "early_stopping": "set early_stopping.patience; 0 disables it",
         "rank_consistency": "set rank_consistency.every; 0 disables it",
-        "validation": (
-            "set validation.every and validation.samples; data.held_out = 0 disables it"
-        ),
     }.items()
     for name in names.split()
 }

@@ -34,10 +34,7 @@ class Retention:
     continued_from: float = math.inf
 
     def surplus(
-        self,
-        steps: Collection[int],
-        unhealthy: Collection[int] = (),
-        best: Mapping[int, int] | None = None,
+        self, steps: Collection[int], unhealthy: Collection[int], best: Mapping[int, int]
     ) -> list[int]:
         """Return the steps of the checkpoints to remove, in this order.
 
@@ -49,7 +46,7 @@ class Retention:
         ordered = sorted(steps)
         healthy = [step for step in ordered if step not in unhealthy]
         latest = {*ordered[-1:], *healthy[-self.last :]}
-        named = {best[step] for step in latest if step in best} if best else set()
+        named = {best[step] for step in latest if step in best}
         wanted = latest | named | self._permanent(healthy)
         return [step for step in ordered if step not in wanted]
 

@@ -314,18 +314,6 @@ class Snapshot:
             self._event = _copy_on_device(self._copies, self._device)
 
 
-def allocate(tensors: Mapping[str, Tensor], buffers: HostBuffers) -> None:
-    """Allocate memory for snapshots of tensors like these.
-
-    Args:
-        tensors: Live tensors that this rank writes, by name.
-        buffers: Memory of the later snapshots.
-    """
-    for name, tensor in tensors.items():
-        for part, source in enumerate(_parts(name, tensor)[1]):
-            buffers.like(name, part, source)
-
-
 def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors of a state that this rank writes, by name.
 

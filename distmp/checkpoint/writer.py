@@ -27,7 +27,7 @@ from torch import Tensor
 from distmp.checkpoint import saving, storage
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
-from distmp.checkpoint.snapshot import HostBuffers, Snapshot, allocate, written_here
+from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
 from distmp.distributed.failing_together import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
@@ -119,18 +119,6 @@ class CheckpointWriter:
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the updates of `optimizer` wait for a pending copy of the state."""
         optimizer.register_step_pre_hook(lambda *_: self.release())
-
-    def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Allocate host memory for asynchronous saves of a state like `tensors`.
-
-        Call it when the optimizer has its state, which is after the first step. Without this, the
-        first save allocates and pins it.
-
-        Args:
-            tensors: All tensors of the state by name, see `saving.save`.
-        """
-        if self._settings.asynchronous:
-            allocate(written_here(tensors, self._world.rank, self._world.world_size), self._buffers)
 
     def resumed(self, step: int, *, saved: bool) -> None:
         """Record that the state of `step` was loaded.

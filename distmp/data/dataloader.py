@@ -230,7 +230,7 @@ class DataLoader:
         if self._world.group is not None:
             RollCall(self._world).wait_for_all("DataLoader.once()")
             if not (self._is_compared or is_stream(self.dataset)):
-                check_same_data(self.dataset, self._division(0), self.seed, self._world.group)
+                check_same_data(self.dataset, self._division(0), self._world.group, "dataset")
                 self._is_compared = True
         return evaluation_batches(
             self.dataset, None, self.microbatch_size, self._world, self.collate_fn

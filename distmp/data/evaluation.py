@@ -17,6 +17,7 @@ from distmp.data.loading import (
     collate_of,
     is_stream,
 )
+from distmp.data.streams import sample_checksum
 from distmp.distributed.world import World
 from distmp.utils.generators import generators_kept, seed_generators
 
@@ -114,7 +115,9 @@ def _own(
             samples += len(group)
             taken.append(group if len(taken) == world.rank else group[:1])
         if compared and world.group is not None:
-            check_same_source(world.group, "dataset", f"{samples:,} samples of a stream")
+            last = sample_checksum([group[0] for group in taken])
+            described = f"{samples:,} samples of a stream, checksum {last:08x} of the last ones"
+            check_same_source(world.group, "dataset", described)
         if not taken:
             return
         yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(taken[0]))

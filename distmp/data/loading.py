@@ -144,7 +144,7 @@ def steps(
 
 
 def check_same_data(
-    dataset: Any, division: Division, seed: int, group: dist.ProcessGroup | None
+    dataset: Any, division: Division, group: dist.ProcessGroup | None, setting: str
 ) -> None:
     """Compare the length and some samples of a map-style dataset between ranks. Collective.
 
@@ -152,9 +152,9 @@ def check_same_data(
         ConfigError: On every rank, if ranks have different datasets.
     """
     if _has_peers(group):
-        sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=False)
-        seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        check_same_source(group, "dataset", _description(sampler, seeded, division.first_sample))
+        sampler = MicrobatchSampler(division, len(dataset), 0, shuffle=False)
+        seeded = SeededMicrobatches(dataset, 0, _unchanged)
+        check_same_source(group, setting, _description(sampler, seeded, division.first_sample))
 
 
 def is_stream(dataset: Any) -> bool:

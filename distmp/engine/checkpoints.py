@@ -114,7 +114,7 @@ def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
     stored = checkpoint.state.numbers.get(OPTIMIZER, own)
     problem = (
         f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
-        f"engine with {stored[0]}, or start with new optimizer state: "
+        f"engine with {stored[0]} (optim.name), or start with new optimizer state: "
         "engine.load(directory, optimizer=False)"
     )
     require(not {*stored}.isdisjoint(own), "directory", str(checkpoint), problem)
@@ -274,8 +274,6 @@ def load(
     )
     if checkpoint is None:
         return None
-    if optimizer:
-        check_optimizer(engine, checkpoint)
     load_checkpoint(engine, checkpoint, optimizer=optimizer)
     numbers = checkpoint.state.numbers
     return {"step": checkpoint.state.step, **numbers.get(OWN_NUMBERS, numbers)}
@@ -294,7 +292,10 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
+        ConfigError: If it has the state of another optimizer.
     """
+    if optimizer:
+        check_optimizer(engine, checkpoint)
     goal = f"load {checkpoint}"
     storage.all_or_checkpoint_error(
         engine.world.ranks, goal, lambda: _check_weights(engine.state_dict(), checkpoint)

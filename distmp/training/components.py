@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Generator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import check_number
 from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, build_datasets
-from distmp.data.loading import Batch, is_stream, steps
+from distmp.data.loading import steps
 from distmp.data.order import Division, microbatches_per_rank
-from distmp.data.streams import Step
+from distmp.data.streams import Step, length_of
 from distmp.distributed.comparison import check_same
 from distmp.distributed.world import World
 from distmp.engine.checkpoints import load_checkpoint
@@ -35,6 +33,7 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.precision import PolicyLike, PrecisionPolicy, resolve
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
+from distmp.utils.generators import seed_all
 
 logger = logging.getLogger("distmp")
 
@@ -89,8 +88,10 @@ def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     )
     if config.reproducible:
         check_power_of_two(microbatches)
+    # Functions of users may draw from any generator; a resumed run needs the same data.
+    seed_all(config.seed)
     datasets = build_datasets(config.data)
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = configured_weights(config.model)
     if weights is not None and weights.name is not None:
@@ -111,7 +112,7 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
         ConfigError: If there are fewer samples than a step has, or none for validation.
     """
     size = config.batch.global_batch_size
-    samples = None if is_stream(datasets.train) else len(datasets.train)
+    samples = length_of(datasets.train)
     problem = (
         f"is more than the {samples} samples of the training data, so a step would repeat samples; "
         "use a smaller batch, or more data"
@@ -254,21 +255,15 @@ def start_from_weights(parts: ModelAndData, engine: Engine) -> None:
 
 def training_batches(
     config: RunConfig, parts: ModelAndData, world: World, progress: Progress
-) -> Generator[list[Batch], None, None]:
-    """Yield the microbatches of this rank, step by step from `progress` on. Close it when done.
+) -> Generator[Step, None, None]:
+    """Yield the steps of this rank from `progress` on. Close it when done.
 
     The workers start in this call.
     """
     sizes = config.batch.global_batch_size, config.batch.microbatch_size
     division = Division(progress.samples, *sizes, world.rank, world.world_size)
     data, workers = parts.datasets.train, config.data.workers
-    return _microbatches(steps(data, division, world, seed=config.seed, workers=workers))
-
-
-def _microbatches(all_steps: Generator[Step, None, None]) -> Generator[list[Batch], None, None]:
-    with closing(all_steps):
-        for step in all_steps:
-            yield step.microbatches
+    return steps(data, division, world, seed=config.seed, workers=workers)
 
 
 def restore(engine: Engine, checkpoint: StoredCheckpoint) -> Progress:

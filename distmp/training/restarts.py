@@ -133,7 +133,9 @@ class Restarts:
             self._store_value("directory", str(directory.path))
             return
         try:
-            reached = _last_step(directory)
+            # Without a record file, the checkpoint shows how far earlier attempts came.
+            saved = 0 if checkpoint is None else checkpoint.state.step
+            reached = max(_last_step(directory), saved)
         except RecordError as error:
             # Every later attempt would fail to append to this file, too.
             self.give_up(error.exit_code)

@@ -132,7 +132,9 @@ def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunD
     numbers = sorted(
         int(number)
         for name in names
-        if (number := name.removeprefix(f"{first.name}-")) != name and number.isdecimal()
+        if (number := name.removeprefix(f"{first.name}-")) != name
+        and number.isdecimal()
+        and str(int(number)) == number
     )
     paths = [first] * (exists or first.name in names)
     paths += [Path(f"{first}-{number}") for number in numbers]

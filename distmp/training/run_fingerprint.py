@@ -16,7 +16,7 @@ from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, identity
 from distmp.distributed.world import World
 from distmp.errors import require
-from distmp.masking import masked
+from distmp.masking import is_masked, masked
 from distmp.models import adapters, huggingface_files
 from distmp.models.architecture import architecture
 from distmp.optim.settings import ScheduleConfig
@@ -108,6 +108,10 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         old, new = before.get(name, _MISSING), now.get(name, _MISSING)
         # Without a rule, the setting exists in one of two versions of distmp only.
         rule = rules.get(name, _HARMLESS)
+        if old == new and is_masked(new) and rule.kind == "dangerous":
+            # A checksum would help to guess a short secret.
+            problem = "may be other values, because those of secrets are not compared"
+            changes.consequential[name] = f"{name}: {value_text(new)} ({problem})"
         if old == new or rule.kind == "ignored":
             continue
         line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"

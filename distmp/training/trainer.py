@@ -10,7 +10,7 @@ from pathlib import Path
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
-from distmp.data.loading import Batch
+from distmp.data.streams import Step
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
@@ -105,7 +105,7 @@ class Trainer(TrainingLoop):
         # Why the run ends early and counts as finished; None if it does not.
         self._finished_early: str | None = None
         # The samples of the next steps; None before and after these.
-        self._batches: Generator[list[Batch], None, None] | None = None
+        self._batches: Generator[Step, None, None] | None = None
 
     def run(self, stop: StopSignals) -> bool:
         """Train until the last step or a request to stop; return whether all steps are done."""
@@ -185,7 +185,7 @@ class Trainer(TrainingLoop):
                     break
                 self._begin_step(first=first)
                 first = False
-                outcome = self.engine.step(next(batches), stop=self.is_asked_to_stop())
+                outcome = self.engine.step(next(batches).microbatches, stop=self.is_asked_to_stop())
                 self.progress.step += 1
                 self.progress.samples += self.config.batch.global_batch_size
                 # The previous step: if the host does not wait for the device, it has ended by now.
@@ -204,7 +204,7 @@ class Trainer(TrainingLoop):
         if self.rollback_from is None:
             self.read_step()
 
-    def _load(self) -> Generator[list[Batch], None, None]:
+    def _load(self) -> Generator[Step, None, None]:
         return training_batches(self.config, self.model_and_data, self.world, self.progress)
 
     def _begin_step(self, *, first: bool) -> None:

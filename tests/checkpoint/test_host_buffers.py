@@ -5,7 +5,6 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,17 +12,13 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint import snapshot
-from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import (
     HostBuffers,
     HostParts,
     Snapshot,
     _pinned,
     _register,
-    allocate,
 )
-from distmp.checkpoint.writer import CheckpointWriter
-from distmp.distributed.world import World
 from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_snapshot import complete
 from tests.recording import no_waiting
@@ -77,9 +72,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_memory_is_pinned_before_first_save(driver: Driver) -> None:
+def test_memory_is_pinned_once(driver: Driver) -> None:
     live, buffers = values(1), HostBuffers()
-    allocate(live, buffers)
+    take(live, buffers)
     memory = {name: buffers.like(name, 0, live[name]) for name in live}
     assert all(buffer.pinned for buffer in memory.values())
     found = take(live, buffers)
@@ -92,22 +87,9 @@ def test_memory_is_pinned_before_first_save(driver: Driver) -> None:
     assert driver.pinned == 0
 
 
-def test_rank_pins_memory_only_for_its_share(driver: Driver, tmp_path: Path) -> None:
-    pinned: list[set[str]] = []
-    for rank in (0, 1):
-        world = World(rank, 2, torch.device("cpu"), None)
-        saving = CheckpointWriter(
-            CheckpointConfig(), tmp_path, world, timeout_seconds=60, log=[].append
-        )
-        saving.prepare(values(1))
-        pinned.append({name for name, _ in saving._buffers._buffers})
-    assert pinned[0] | pinned[1] == values(1).keys()
-    assert not pinned[0] & pinned[1]
-
-
 def test_tensor_of_other_size_gets_new_memory(driver: Driver) -> None:
     live, buffers = values(1), HostBuffers()
-    allocate(live, buffers)
+    take(live, buffers)
     live["weight 0"] = torch.arange(7, dtype=torch.float64)
     live["weight 9"] = torch.ones(2)
     assert_equal(take(live, buffers), live)
@@ -171,7 +153,7 @@ def test_failed_pinning_is_reported_once(
 
 def test_memory_for_host_tensors_is_not_pinned() -> None:
     live, buffers = values(1), HostBuffers()
-    allocate(live, buffers)
+    take(live, buffers)
     assert not any(buffers.like(name, 0, live[name]).pinned for name in live)
     assert_equal(take(live, buffers), live)
 
@@ -221,7 +203,7 @@ def test_gpu_snapshot_holds_state_of_its_step() -> None:
     """Tensors are written right before and after it, and the host does not wait for them."""
     held, other = torch.zeros(300, device="cuda"), torch.zeros(20, device="cuda")
     live, buffers = {"held": held, "other": other}, HostBuffers()
-    allocate(live, buffers)
+    take(live, buffers)  # pins the memory
     for step in range(1, 4):
         held += 1
         other += 10

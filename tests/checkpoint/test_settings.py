@@ -29,7 +29,7 @@ def staying(retention: Retention, steps: list[int]) -> list[int]:
     left: list[int] = []
     for step in steps:
         left.append(step)
-        going = retention.surplus(left)
+        going = retention.surplus(left, (), {})
         assert going == sorted(going)
         left = [other for other in left if other not in going]
     return left
@@ -57,7 +57,7 @@ def test_first_checkpoint_after_every_nth_step_stays() -> None:
     steps=st.sets(st.integers(0, 200), min_size=1), last=st.integers(1, 5), every=st.integers(0, 60)
 )
 def test_retention_agrees_with_reference(steps: set[int], last: int, every: int) -> None:
-    left = steps - set(Retention(last, every).surplus(steps))
+    left = steps - set(Retention(last, every).surplus(steps, (), {}))
     for_good = {
         step
         for step in steps

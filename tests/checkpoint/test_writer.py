@@ -175,7 +175,6 @@ def test_gpu_state_is_copied_during_training(tmp_path: Path) -> None:
     engine.step([batch])
     with make_writer(tmp_path, keep=9) as writing:
         writing.guard(engine.optimizer)
-        writing.prepare(engine.state_dict())
         expected = {}
         for step in (1, 2, 3):
             expected[step] = snapshot(engine)

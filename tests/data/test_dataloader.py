@@ -340,8 +340,16 @@ def test_streams_of_other_lengths_on_ranks_are_refused_in_evaluation() -> None:
         samples = rows(targets=[[n] for n in range(length if rank else 8)])
         batches = DataLoader(samples.to_iterable_dataset(), 4, 2).once()
         assert len([next(batches), next(batches)]) == 2
-        with pytest.raises(ConfigError, match=r"dataset = 8 samples of a stream on rank 0; "):
+        with pytest.raises(ConfigError, match=r"dataset = 8 samples of a stream, .* on rank 0; "):
             next(batches)
+
+
+@ranks(2)
+def test_streams_of_other_samples_on_ranks_are_refused_in_evaluation() -> None:
+    first = 5 * torch.distributed.get_rank()
+    samples = rows(targets=[[n] for n in range(first, first + 5)])
+    with pytest.raises(ConfigError, match=r"dataset = 4 samples of a stream, checksum"):
+        list(DataLoader(samples.to_iterable_dataset(), 4, 2).once())
 
 
 def test_default_step_is_one_microbatch_per_rank() -> None:

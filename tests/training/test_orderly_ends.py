@@ -57,7 +57,7 @@ def time_limit(trainer: Trainer) -> TimeLimit:
 def set_time(trainer: Trainer, minutes: float | None, clock: Callable[[], float]) -> None:
     """Set the time limit of a job that started at 0 s, and what the time is."""
     limit = time_limit(trainer)
-    limit._minutes, limit._job_started, limit._save_seconds = minutes, 0.0, 2.0
+    limit._minutes, limit._job_started, limit._first_save = minutes, 0.0, 2.0
     stopping.time = SimpleNamespace(time=clock)  # type: ignore[assignment]
 
 
@@ -140,7 +140,7 @@ def test_time_limit_is_reported_although_the_last_save_took_less_than_estimated(
     limited = trainer(tmp_path, "--max-minutes=5")
     monkeypatch.setattr(stopping, "time", stopping.time)  # restored at the end
     set_time(limited, 5.0, lambda: 200.0 if limited.progress.step >= 2 else 0.0)
-    time_limit(limited)._save_seconds = 100.0  # until the first save is measured
+    time_limit(limited)._first_save = 100.0  # until the first save is measured
     assert not limited.run(StopSignals())
     assert time_limit(limited).stop_reason(limited) is None
     assert "stopped after step 3 (max_minutes = 5)" in capsys.readouterr().out

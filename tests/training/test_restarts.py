@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -327,6 +328,14 @@ def test_only_restarts_without_progress_count(tmp_path: Path) -> None:
             ):
                 attempt(memory, count).begin(run, None)
     assert attempt(memory, len(reached) + 1).given_up() == 1
+
+
+def test_checkpoints_count_as_progress_where_no_record_can_be_written(tmp_path: Path) -> None:
+    run, memory = begun(tmp_path)
+    for count in range(1, 3 + RESTARTS_WITHOUT_GAIN):
+        checkpoint: Any = SimpleNamespace(state=SimpleNamespace(step=10 * count))
+        attempt(memory, count).begin(run, checkpoint)
+        assert attempt(memory, count).given_up() is None
 
 
 def test_attempt_that_is_killed_while_it_stores_its_progress_counts(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
@@ -300,6 +303,28 @@ def test_allowed_changes_are_reported_once(
         "changed: optim.lr: 0.01 -> 0.02",
         "changed: resolved precision: fp32 -> fp16",
     ]
+
+
+def shuffled(split: str, sequence_length: int) -> Subset[dict[str, Tensor]]:
+    indices = np.random.permutation(SIZE).tolist()
+    random.shuffle(indices)
+    return Subset(Samples(False, 1.0), indices)
+
+
+def test_resumed_run_has_the_samples_of_a_shuffle_that_has_no_seed(tmp_path: Path) -> None:
+    consumed.clear()
+    source = {"source": f"{HERE}:shuffled"}
+    train(configuration(tmp_path / "run", data=source, steps=3))
+    train(configuration(tmp_path / "run", data=source, steps=5, resume="auto"))
+    assert sorted(i for each in consumed for i in each) == list(range(SIZE))
+
+
+def test_checkpoint_of_a_custom_loop_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    engine = train(configuration(tmp_path / "run", steps=3)).engine
+    saved = engine.save(tmp_path / "own", {"samples": 24})
+    sgd = configuration(tmp_path / "sgd", resume=str(saved), optim={"name": "sgd"})
+    with pytest.raises(ConfigError, match=r"state of the optimizer AdamW, .*\(optim\.name\)"):
+        train(sgd)
 
 
 # At other numbers of ranks and with other strategies: the same samples in the same order.

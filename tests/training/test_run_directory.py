@@ -55,7 +55,7 @@ def test_files_and_other_names_are_not_runs(tmp_path: Path) -> None:
     wanted = str(tmp_path / "run")
     create_run(wanted)
     (tmp_path / "run-7").write_text("a file")
-    for other in ("run-old", "run-2b", "run-", "runs-9", "run-8-9"):
+    for other in ("run-old", "run-2b", "run-", "runs-9", "run-8-9", "run-01"):
         (tmp_path / other).mkdir()
     newest = latest_run(wanted)
     assert newest is not None

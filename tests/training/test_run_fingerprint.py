@@ -106,6 +106,18 @@ def test_other_model_or_data_is_dangerous(now: dict[str, Any], line: str) -> Non
     assert [dangerous.split(" (")[0] for dangerous in found.dangerous.values()] == [line]
 
 
+def test_hidden_values_are_not_compared_silently() -> None:
+    def of(column: str) -> dict[str, Any]:
+        options = {"text_key": column}
+        return numbers({"data": {"source": f"{__name__}:Data", "options": options}})
+
+    found = changes_since(of("question"), of("answer"))
+    assert found.consequential == {
+        "data.options": 'data.options: {"text_key": "***"} (may be other values, because those of '
+        "secrets are not compared)"
+    }
+
+
 def test_warmup_is_compared_in_updates() -> None:
     def share(steps: int) -> dict[str, Any]:
         return numbers({"steps": steps, "schedule": {"warmup_steps": None}})

@@ -162,7 +162,7 @@ def test_ranks_with_different_free_memory_agree() -> None:
     assert len(set(real.ranks.gather(f"{resolved} {reason}"))) == 1
     engine = build_engine(resolved, parts, real, policy="bf16", attribution=False)
     batches = training_batches(resolved, parts, real, Progress())
-    assert not engine.step(next(batches)).numbers.skipped
+    assert not engine.step(next(batches).microbatches).numbers.skipped
     batches.close()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from distmp.distributed.world import World
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, SetupError
 from distmp.telemetry.records import read_records
 from distmp.training.components import build_model_and_data
 from distmp.training.trainer import Trainer
@@ -46,10 +46,20 @@ class OfNode(Stream):
     _distributed = "an object of Hugging Face"
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
 def streams(split: str, sequence_length: int, kind: str = "stream") -> Any:
     if split == "validation":
         return HeldOut(5)  # three microbatches, which 2 ranks cannot divide
-    return {"stream": Stream(SIZE), "of node": OfNode(SIZE), "iterator": iter(Stream(SIZE))}[kind]
+    return {
+        "stream": Stream(SIZE),
+        "of node": OfNode(SIZE),
+        "iterator": iter(Stream(SIZE)),
+        "short": Sized(7),
+    }[kind]
 
 
 def settings(directory: Path, **values: Any) -> Any:
@@ -110,6 +120,11 @@ def test_stream_samples_are_independent_of_ranks_and_resume(tmp_path: Path) -> N
     consumed.clear()
     loss = validation_loss(one, tmp_path / "one")
     assert validation_loss(one, tmp_path / "resumed") == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_stream_shorter_than_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="more than the 7 samples of the training data"):
+        train(settings(tmp_path, data={"options": {"kind": "short"}}))
 
 
 @pytest.mark.parametrize(

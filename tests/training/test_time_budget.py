@@ -17,12 +17,14 @@ ANYTHING: Any = None
 
 
 def time_limit(
-    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, minutes: float | None, size: float = 0
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, minutes: float | None
 ) -> TimeLimit:
-    """Return the limit of a job that started at 1000 s and saves some bytes."""
+    """Return the limit of a job that started at 1000 s and saves `clock.state_bytes`."""
     monkeypatch.setattr(stopping, "job_started", lambda: 1000.0)
     monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: clock.now))
-    engine = SimpleNamespace(state_dict=lambda: {"weight": SimpleNamespace(nbytes=size)})
+    engine = SimpleNamespace(
+        state_dict=lambda: {"weight": SimpleNamespace(nbytes=clock.state_bytes)}
+    )
     run: Any = SimpleNamespace(config=SimpleNamespace(max_minutes=minutes), engine=engine)
     return TimeLimit(run)
 
@@ -40,7 +42,7 @@ def spent_at(limit: TimeLimit, clock: SimpleNamespace) -> float:
     [
         # Five seconds for the end; a first save of at least two seconds, times one and a half.
         ([], None, 0, 600 - 5 - 3),
-        ([], None, 400e6, 600 - 5 - 9),
+        ([1.0], None, 400e6, 600 - 5 - 9 - 3),
         ([], 20.0, 400e6, 600 - 5 - 30),
         ([10.0, 2.0, 3.0], 20.0, 0, 600 - 5 - 30 - 30),
         # The slowest step is forgotten after fifty.
@@ -54,8 +56,8 @@ def test_time_reserve_covers_steps_save_and_exit(
     expected: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(now=1000.0)
-    limit = time_limit(monkeypatch, clock, 10.0, state_bytes)
+    clock = SimpleNamespace(now=1000.0, state_bytes=state_bytes)
+    limit = time_limit(monkeypatch, clock, 10.0)
     for seconds in steps:
         step: Any = SimpleNamespace(seconds=seconds)
         limit.on_step_launched(ANYTHING, step)
@@ -65,8 +67,17 @@ def test_time_reserve_covers_steps_save_and_exit(
     assert spent_at(limit, clock) == pytest.approx(expected, abs=0.2)
 
 
+def test_first_save_includes_the_state_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0, state_bytes=100e6)
+    limit = time_limit(monkeypatch, clock, 10.0)
+    clock.state_bytes = 300e6
+    step: Any = SimpleNamespace(seconds=0.0)
+    limit.on_step_launched(ANYTHING, step)
+    assert spent_at(limit, clock) == pytest.approx(600 - 5 - 1.5 * (2 + 3), abs=0.2)
+
+
 def test_time_without_limit_is_never_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = time_limit(monkeypatch, SimpleNamespace(now=1e12), None)
+    limit = time_limit(monkeypatch, SimpleNamespace(now=1e12, state_bytes=0), None)
     assert limit.stop_reason(ANYTHING) is None
 
 

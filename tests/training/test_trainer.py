@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.checkpoint import writer
 from distmp.checkpoint.loading import StoredCheckpoint
-from distmp.checkpoint.snapshot import HostBuffers
 from distmp.config import load
 from distmp.data import IGNORED
 from distmp.data.order import sample_indices
@@ -352,26 +350,3 @@ def test_checkpoints_are_saved_at_configured_steps(
     arguments: list[str], expected: list[int], cwd: Path
 ) -> None:
     assert saved(cwd, *arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], []),
-        nightly(["--checkpoint.every=4"], [1]),
-        nightly(["--checkpoint.every=6"], []),
-        nightly(["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
-    ],
-)
-def test_save_memory_is_allocated_once_before_saves(
-    arguments: list[str], expected: list[int], cwd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updates = []
-
-    def expecting(tensors: dict[str, Tensor], _: HostBuffers) -> None:
-        assert any(name.startswith("optimizer/") for name in tensors)
-        updates.append(int(tensors["engine/counts"][0]))
-
-    monkeypatch.setattr(writer, "allocate", expecting)
-    saved(cwd, *arguments)
-    assert updates == expected

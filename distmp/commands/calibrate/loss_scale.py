@@ -74,7 +74,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     batches = components.training_batches(config, parts, world, progress)
     with closing(batches), recorder(engine.module) as recorded:
         for _ in range(steps):
-            engine.step(next(batches))
+            engine.step(next(batches).microbatches)
     name = f"{measured_in.name} ({reason})"
     return Calibration(steps, world.world_size, name, histogram(recorded, world))
 

@@ -296,7 +296,7 @@ def measure(
     losses, seconds, skipped = [], [], 0
     with closing(components.training_batches(config, parts, world, Progress())) as batches:
         for _ in range(steps):
-            microbatches = next(batches)
+            microbatches = next(batches).microbatches
             torch.manual_seed(config.seed)
             begin = time.perf_counter()
             numbers = engine.step(microbatches).numbers

@@ -256,7 +256,7 @@ def trace_steps(
         with closing(training_batches(config, parts, world, Progress())) as batches:
             for _ in range(steps):
                 memory.phase = memory_parts.BATCHES
-                batch = next(batches)[:microbatches]
+                batch = next(batches).microbatches[:microbatches]
                 tracker.label()
                 memory.phase = memory_parts.REST
                 memory.start()

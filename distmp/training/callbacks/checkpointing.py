@@ -62,7 +62,6 @@ class Checkpointing(Callback):
             self.writer.resumed(run.progress.step, saved=saved)
         # The step after which this process started.
         self._first_step = run.progress.step
-        self._is_prepared = False
         # The step after which `keep` has requested a save.
         self._requested: int | None = None
 
@@ -74,12 +73,9 @@ class Checkpointing(Callback):
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
-        if not self._is_prepared:
+        if step.step == self._first_step + 1:
             # Raises for an optimizer whose state cannot be saved, before work is lost.
-            state = trainer.engine.state_dict()
-            if _saves_later(trainer, step.step):
-                self.writer.prepare(state | self._states.tensors())
-            self._is_prepared = True
+            trainer.engine.state_dict()
         due = self.writer.is_due(step.step) or self._requested == step.step
         if step.step == trainer.config.steps or not due:
             return
@@ -169,12 +165,6 @@ class Checkpointing(Callback):
         return step, tensors, numbers, held, health
 
 
-def _saves_later(trainer: TrainingLoop, step: int) -> bool:
-    """Return whether a save may be due after `step` and before the end."""
-    every = trainer.config.checkpoint.every
-    return every > 0 and (step // every + 1) * every < trainer.config.steps
-
-
 def _last_healthy(directory: Path) -> str:
     try:
         healthy = recovery.newest_healthy(directory)
@@ -239,7 +229,7 @@ class CallbackStates:
             _stored_name(name, key): value
             for name, state in self._states().items()
             for key, value in state.items()
-            if isinstance(value, Tensor)
+            if _is_named_tensor(key, value)
         }
 
     def check(self) -> None:
@@ -271,7 +261,7 @@ class CallbackStates:
 
     def _values(self) -> Iterator[tuple[str, State]]:
         for name, state in self._states().items():
-            values = {key: v for key, v in state.items() if not isinstance(v, Tensor)}
+            values = {key: v for key, v in state.items() if not _is_named_tensor(key, v)}
             if values:
                 yield name, values
 
@@ -331,6 +321,11 @@ def _named(
             name = f"{name} {text.replace('/', '|')}"
         used[name] += 1
         yield name if used[name] == 1 else f"{name}-{used[name]}", callback
+
+
+def _is_named_tensor(key: object, value: object) -> bool:
+    """Return whether a checkpoint stores a value of a state as a tensor, by a name."""
+    return isinstance(key, str) and isinstance(value, Tensor)
 
 
 def _stored_name(name: str, key: str) -> str:

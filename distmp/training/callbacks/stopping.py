@@ -53,22 +53,23 @@ class TimeLimit(Callback):
 
     def __init__(self, run: Run) -> None:
         self._minutes = run.config.max_minutes
-        state = {} if self._minutes is None else run.engine.state_dict()
-        saved_bytes = sum(tensor.nbytes for tensor in state.values())
+        self._engine = run.engine
         # Until a save has been measured.
-        self._save_seconds = _FIRST_SAVE_SECONDS + saved_bytes / _FIRST_SAVE_BYTES_PER_SECOND
-        self._has_saved = False
+        self._first_save = _FIRST_SAVE_SECONDS
+        self._longest_save: float | None = None
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._job_started = job_started()
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
-        """Record how long the step took."""
+        """Record how long the step took, and estimate how long its save would take."""
+        if not self._steps and self._minutes is not None:  # the optimizer has its state now
+            saved_bytes = sum(tensor.nbytes for tensor in self._engine.state_dict().values())
+            self._first_save += saved_bytes / _FIRST_SAVE_BYTES_PER_SECOND
         self._steps.append(step.seconds)
 
     def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
         """Record how long the save took, until it was complete."""
-        self._save_seconds = max(self._save_seconds, seconds) if self._has_saved else seconds
-        self._has_saved = True
+        self._longest_save = max(self._longest_save or 0.0, seconds)
 
     def stop_reason(self, trainer: TrainingLoop) -> str | None:
         """Stop if the remaining time only suffices to save and exit. Ranks may disagree."""
@@ -76,7 +77,8 @@ class TimeLimit(Callback):
             return None
         left = self._job_started + 60 * self._minutes - time.time()
         slowest = max(self._steps, default=0.0)
-        needed = _STEPS_TO_STOP * slowest + _SAVES * self._save_seconds + _END_SECONDS
+        save = self._first_save if self._longest_save is None else self._longest_save
+        needed = _STEPS_TO_STOP * slowest + _SAVES * save + _END_SECONDS
         return f"max_minutes = {self._minutes:g}" if left <= needed else None
 
 
@@ -103,8 +105,13 @@ class EarlyStopping(Callback):
         settings = (config.validation.final_samples, config.validation.samples)
         most = math.inf if held_out is None else held_out
         self._final_counts = len({min(n or most, most) for n in settings}) == 1
-        # Values of another metric or direction cannot be compared.
-        self._compared = {"metric": self._config.metric, "maximizes": self._config.maximizes}
+        # Values of another metric, direction or held-out data cannot be compared.
+        self._compared = {
+            "metric": self._config.metric,
+            "maximizes": self._config.maximizes,
+            "samples": config.validation.samples,
+            "validation_path": config.data.validation_path,
+        }
         self._restart()
 
     def _restart(self) -> None:

@@ -224,6 +224,19 @@ class Bad(Callback):
         return {"value": self.value}
 
 
+class Numbered(Callback):
+    def state_dict(self) -> dict[Any, Any]:
+        return {0: torch.zeros(2)}
+
+
+@ranks(1)
+def test_tensors_without_a_name_are_refused_before_training(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", Numbered())
+    with pytest.raises((ConfigError, SetupError), match=r"callback Numbered = .* string keys"):
+        run.run(StopSignals())
+    assert run.progress.step == 0
+
+
 @ranks(1)
 def test_state_changed_by_json_is_refused_before_training(tmp_path: Path) -> None:
     for number, value in enumerate(({1: 2}, (1, 2), object(), {1, 2})):

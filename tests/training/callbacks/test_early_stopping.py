@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.checkpoint.settings import Retention
-from distmp.config import EarlyStoppingConfig, load
+from distmp.config import EarlyStoppingConfig, RunConfig, load
 from distmp.engine.evaluation import Evaluation
 from distmp.errors import ConfigError, SetupError
 from distmp.training.callbacks.callback import Rollback, SpikeAction
 from distmp.training.callbacks.stopping import EarlyStopping
 from distmp.training.trainer import Trainer
+from distmp.utils.settings import from_mapping
 from tests.ranks import ranks
 from tests.toys import printed, trainer_of
 from tests.training.test_resume import Samples, configuration
@@ -242,6 +243,26 @@ def test_values_of_another_metric_are_not_compared(before: dict[str, str]) -> No
     watched.step = 5
     stopping.on_validation(watched, 2.0, {})
     assert watched.kept == 5
+
+
+@pytest.mark.parametrize(
+    "other", [{"validation": {"every": 1, "samples": 8}}, {"data": {"validation_path": "b"}}]
+)
+def test_values_of_other_held_out_data_are_not_compared(other: dict[str, Any]) -> None:
+    base: dict[str, Any] = {
+        "early_stopping": {"patience": 2},
+        "validation": {"every": 1, "samples": 4},
+        "data": {"source": "text", "validation_path": "a"},
+    }
+    state: dict[str, Any] = {}
+    for step, changes in ((1, {}), (2, other)):
+        watched: Any = Watched(from_mapping(RunConfig, base | changes))
+        stopping = EarlyStopping(watched.config, watched, None)
+        stopping.load_state_dict(state)
+        watched.step = step
+        stopping.on_validation(watched, float(step), {})
+        state = stopping.state_dict()
+        assert watched.kept == step
 
 
 def test_rollback_to_checkpoint_without_values_counts_from_the_start() -> None:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.utils.data import Subset
 
 from distmp.config import load
 from distmp.distributed.stopping import StopSignals
+from distmp.errors import ConfigError
 from distmp.telemetry.records import read_records
 from distmp.training.callbacks.callback import Callback, TrainingLoop
 from distmp.training.callbacks.validation import loss_unit, weight_unit
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.toys import finished, printed, trainer_of
-from tests.training.test_resume import configuration
+from tests.training.test_resume import SIZE, Samples, configuration
 
 
 @ranks(2)
@@ -41,6 +44,20 @@ def test_metric_that_fails_does_so_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a metric of somebody"):
         run.run(StopSignals())
     assert run.progress.step == 0
+
+
+def validation_of_rank(split: str, sequence_length: int, last: int) -> Any:
+    size = last if dist.get_rank() else 5
+    return Subset(Samples(False, 1.0), range(SIZE) if split == "train" else range(size - 5, size))
+
+
+@ranks(2)
+def test_other_held_out_samples_on_ranks_are_refused(tmp_path: Path) -> None:
+    for last in (6, 20):
+        data = {"source": f"{__name__}:validation_of_rank", "options": {"last": last}}
+        run = trainer_of(configuration(tmp_path / str(last), steps=3, data=data))
+        with pytest.raises(ConfigError, match=r"\(validation\) = 5 samples .* read different data"):
+            run.run(StopSignals())
 
 
 class InOrder(Callback):
