@@ -194,12 +194,8 @@ class FullySharded(strategy.Strategy):
         self._forwards = 0
 
     def check_model(self) -> None:
-        if self._unfinished:
-            return  # a failed step may have left gathered parameters in the model
-        try:
-            self._known.check(self.module)
-        except ConfigError:
-            self._reshard()  # a forward outside of the engine may have left gathered parameters
+        if not self._unfinished:  # a failed step may have left gathered parameters in the model
+            self._reshard()  # and so may a forward outside of the engine
             self._known.check(self.module)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
@@ -268,7 +264,8 @@ class FullySharded(strategy.Strategy):
         return {"partial sums of microbatches": [], "FP32 gradients": [*reduced, *unreduced]}
 
     def publish_weights(self) -> None:
-        """Nothing to copy: the next forward gathers and casts the shards."""
+        """Let the next forward gather the shards again; one outside of a step did not free them."""
+        self._reshard()
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         shape = dict(self._trainable)[name].shape
