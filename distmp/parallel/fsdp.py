@@ -334,7 +334,7 @@ class FullySharded(strategy.Strategy):
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
     ) -> CollectiveOrder:
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
-        units = self.units()
+        self._units = units = self.units()
         order = CollectiveOrder(world, [name for name, _ in units])
         in_fp32 = with_submodules(kept)
         for index, (_, part) in enumerate(units):
@@ -378,7 +378,7 @@ class FullySharded(strategy.Strategy):
             self._reshard()
 
     def _reshard(self) -> None:
-        for _, part in self.units():
+        for _, part in self._units:
             cast(FSDPModule, part).reshard()
 
     def _discard(self) -> None:
