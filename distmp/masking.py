@@ -17,8 +17,8 @@ HIDDEN = "***"
 
 # How the names of secrets end.
 _SECRETS = re.compile(
-    r"(?:key|token|(?:^|_)(?:auth|authorization|bearer|cookies?|creds?|dsn|headers?|keys|pats?|sig|"
-    r"signature|tokens))$"
+    r"(?:key|token|(?:^|_)(?:auth|authorization|bearer|cookies?|creds?|dsn|headers?|keys|pat|pats|"
+    r"sig|signature|tokens))$"
 )
 # Columns, special tokens, and numbers of tokens. All others remain secrets, because a key or token
 # may have the name of any service.
