@@ -15,14 +15,19 @@ from typing import Any
 
 HIDDEN = "***"
 
-# Last words of the names of secrets.
-_LAST_WORDS = (
-    *("auth", "authorization", "bearer", "cookie", "cookies", "cred", "creds", "dsn"),
-    *("header", "headers", "keys", "pat", "pats", "sig", "signature", "tokens"),
+# How the names of secrets end.
+_SECRETS = re.compile(
+    r"(?:key|token|(?:^|_)(?:auth|authorization|bearer|cookies?|creds?|dsn|headers?|keys|pat|pats|"
+    r"sig|signature|tokens))$"
 )
-_ENDINGS = ("key", "token")
-# The names of settings that count tokens.
-_COUNTS = ("until_tokens",)
+# Columns, special tokens, and numbers of tokens. All others remain secrets, because a key or token
+# may have the name of any service.
+_NO_SECRETS = re.compile(
+    r"(?:^|_)(?:(?:answer|audio|caption|chosen|column|context|feature|image|input|instruction|label|"
+    r"mask|messages|metric|output|prompt|query|question|rejected|response|sort|target|text|video)"
+    r"_keys?|(?:batch|bos|class|cls|context|end|eos|image|mask|max|min|new|num|pad|sep|special|"
+    r"start|stop|text|total|unk|until|video)_tokens?)$"
+)
 # Anywhere in a name. For these names, numbers are hidden too.
 _ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -48,9 +53,8 @@ _LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
 def is_secret(name: str) -> bool:
     """Return whether a setting, an environment variable or a header of this name is a secret."""
     words = _words(name)
-    if words.endswith(_COUNTS):
-        return False
-    return words.endswith(_ENDINGS) or words.rpartition("_")[2] in _LAST_WORDS or _is_strong(words)
+    ends = _SECRETS.search(words) is not None and _NO_SECRETS.search(words) is None
+    return ends or _is_strong(words)
 
 
 def masked(value: Any, name: str = "") -> Any:

@@ -17,6 +17,8 @@ NAMES = (
     *("api_key", "apiKey", "token", "HF_TOKEN", "GITHUB_PAT", "DB_PASSWORD", "MYPASS", "PASSWD"),
     *("auth", "headers", "Authorization", "X-Api-Key", "AWS_SECRET_ACCESS_KEY", "password2"),
     *("client_secret_value", "credentials", "cookie", "signature"),
+    *("openai_key", "wandb_key", "hub_token", "ssh_key", "id_token", "apikey", "secret_text_key"),
+    *("license_key", "encryption_key", "session_token", "context_api_key", "tokens", "user_keys"),
 )
 
 
@@ -33,7 +35,8 @@ def test_secret_names_are_masked(name: str) -> None:
     "name",
     [
         *("token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"),
-        "precision.phases.until_tokens",
+        *("precision.phases.until_tokens", "data.options.text_key", "labelKey", "query_keys"),
+        *("pad_token", "model.options.max_tokens", "MAX_NEW_TOKENS", "sort_key"),
     ],
 )
 def test_other_names_are_not_masked(name: str) -> None:
@@ -56,6 +59,7 @@ def test_other_names_are_not_masked(name: str) -> None:
         ("Authorization: Bearer hush", "Authorization: ***"),
         ("invalid header Bearer hushhush", "invalid header Bearer ***"),
         ("{until_tokens: 1e9, policy: bf16}", "{until_tokens: 1e9, policy: bf16}"),
+        ("model.max_tokens = 4096: choose one", "model.max_tokens = 4096: choose one"),
         ("data.source = 'my.token:build'", "data.source = 'my.token:build'"),
         ("--to = 'data/tokens': exists", "--to = 'data/tokens': exists"),
         ("--to = 'tokens': exists", "--to = 'tokens': exists"),

@@ -141,7 +141,9 @@ class Fp32GradBuckets:
     The module needs no wrapper. A hook on each parameter takes its gradient as soon as backward has
     computed it: the first microbatch of a step copies it into the bucket, later ones add to it, and
     it is freed at once. Between backward passes, `.grad` is None. Several uses of one weight in a
-    backward are summed in FP32 too, even if the parameter has 16 bits (`Tensor.grad_dtype`).
+    backward are summed in FP32 too, even if the parameter has 16 bits (`Tensor.grad_dtype`). But
+    autograd sums the gradients of what is computed from a weight once (`weight.t()`) in its dtype,
+    and so does a compiled block with all uses of a weight in the block.
 
     During the last backward a bucket is reduced (SUM) as soon as it has the gradients of all its
     parameters, while backward continues. Every rank starts the reductions in the same order,
@@ -404,9 +406,8 @@ class Fp32GradBuckets:
         self._copy_held()
         for bucket in range(len(self.layouts)):
             self._zero_missing(bucket)
-        return torch.stack(
-            [chunk_norms([buffer]).isfinite().all() for buffer in self._leaf.buffers]
-        ).all()
+        finite = [chunk_norms([buffer]).isfinite().all() for buffer in self._leaf.buffers]
+        return torch.stack(finite).all()
 
     @torch.no_grad()
     def end_microbatch(self, kept: Tensor | None = None) -> None:

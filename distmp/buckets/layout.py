@@ -180,10 +180,8 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _layout(run: Sequence[tuple[str, nn.Parameter]], multiple_of: int) -> BucketLayout:
-    offsets, end = [], 0
-    for _, parameter in run:
-        offsets.append(end)
-        end += _round_up(parameter.numel(), ALIGNMENT)
+    sizes = [_round_up(parameter.numel(), ALIGNMENT) for _, parameter in run]
+    *offsets, end = itertools.accumulate(sizes, initial=0)
     names, parameters = zip(*run, strict=True)
     return BucketLayout(names, parameters, tuple(offsets), _round_up(max(end, 1), multiple_of))
 

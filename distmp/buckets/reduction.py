@@ -274,7 +274,8 @@ class AllToAllReduce(Reduction):
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, bucket: Tensor) -> None:
-        with self._side_stream(bucket.device):
+        self._device = bucket.device
+        with self._side_stream(self._device):
             exchange = Exchange(bucket, self._groups, self.comm_dtype, pairwise=self._pairwise)
             # Sum the previous buckets while this one is in flight, and always at this point: see
             # Note [Order, streams and memory of bucket reductions].
@@ -284,19 +285,15 @@ class AllToAllReduce(Reduction):
             self._exchanges.append(exchange)
 
     def finish(self) -> None:
-        for device in {bucket.device for bucket in self._pending()}:
-            with self._side_stream(device):
-                while self._exchanges:
-                    self._advance()
-                self._finish_gathers()
-            if device.type == "cuda":
-                assert self._stream is not None
-                with collective_waits.measured(device):
-                    torch.cuda.current_stream(device).wait_stream(self._stream)
-
-    def _pending(self) -> list[Tensor]:
-        gathered = [gather.bucket for gather in self._gathers]
-        return [*gathered, *(exchange.values for exchange in self._exchanges)]
+        if not (self._exchanges or self._gathers):
+            return
+        with self._side_stream(self._device):
+            while self._exchanges:
+                self._advance()
+            self._finish_gathers()
+        if self._stream is not None:
+            with collective_waits.measured(self._device):
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _advance(self) -> None:
         """Let every bucket in flight take one hop, the oldest first."""

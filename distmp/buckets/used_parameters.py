@@ -63,21 +63,19 @@ class UsedParameters:
         self._device = device
         self._all = [*parameters]
         self._unused = dict.fromkeys(self._all)  # in the same order on all ranks
+        # Parameters used for the first time in the last step, and whether that step was skipped.
+        self._newly_used: set[str] = set()
+        self._skipped: Tensor | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Start a step; discard what an unfinished step has recorded."""
         # Parameters that this rank has used in this step: in the current microbatch, in
         # microbatches that count, and in microbatches that may be dropped, with a flag on the
         # device.
         self._in_microbatch: set[str] = set()
         self._in_step: set[str] = set()
         self._droppable: list[tuple[set[str], Tensor]] = []
-        # Parameters used for the first time in the last step, and whether that step was skipped.
-        self._newly_used: set[str] = set()
-        self._skipped: Tensor | None = None
-
-    def begin_step(self) -> None:
-        """Start a step; discard what an unfinished step has recorded."""
-        self._in_microbatch = set()
-        self._in_step = set()
-        self._droppable = []
 
     def mark_used(self, parameter: str) -> None:
         """Record a gradient of this parameter on this rank.

@@ -145,7 +145,7 @@ def forward(
     batch = moved(batch, setup.device)
     strategy = setup.strategy
     with (
-        autocast_of_dtypes(setup.policy, setup.device, sharded=setup.is_sharded),
+        autocast_of_dtypes(setup.policy, setup.device),
         explain_graph_errors(setup.policy),
     ):
         strategy.used.computing_loss = True

@@ -78,7 +78,7 @@ def linear_cross_entropy(
         >>> torch.allclose(loss_sum, 3 * torch.tensor(5.0).log())
         True
     """
-    check_targets(targets, len(weight))
+    check_targets(targets, (*hidden.shape[:-1], len(weight)))
     kind = hidden.device.type
     # The meta device, on which work is counted, has no autocast.
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -104,18 +104,28 @@ def project(
     return linear_cross_entropy(x, weight, targets, backend)
 
 
-def check_targets(targets: Tensor, vocabulary_size: int) -> None:
-    """Refuse targets outside of the vocabulary.
+def check_targets(targets: Tensor, logits_shape: tuple[int, ...]) -> None:
+    """Refuse targets of another shape than the logits, and targets outside of the vocabulary.
 
-    On a GPU, a comparison would make the host wait. There, a kernel of the loss stops the process.
+    On a GPU, a comparison of values would make the host wait. There, a kernel of the loss stops the
+    process.
 
     Args:
         targets: int64 of any shape.
-        vocabulary_size: Number of logits of each token.
+        logits_shape: [..., vocabulary], for the targets or the flattened targets.
 
     Raises:
-        ConfigError: With the range of the targets and the size of the vocabulary.
+        ConfigError: With both shapes, or with the range of the targets and the size of the
+            vocabulary.
     """
+    *tokens, vocabulary_size = logits_shape
+    if tokens not in ([*targets.shape], [targets.numel()]):
+        raise ConfigError(
+            "model",
+            f"logits of shape {tuple(logits_shape)}",
+            f"the targets have shape {tuple(targets.shape)}; return logits [batch, time, "
+            "vocabulary], and from the dataset inputs and targets of one shape",
+        )
     fake = isinstance(targets, FakeTensor) or torch.compiler.is_compiling()
     if targets.device.type != "cpu" or fake or not targets.numel():
         return

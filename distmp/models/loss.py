@@ -180,14 +180,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
         logits = logits_of(model(inputs, **options))
-        if logits.shape[:-1] not in (targets.shape, (targets.numel(),)):
-            raise ConfigError(
-                "model",
-                f"logits of shape {tuple(logits.shape)}",
-                f"the targets have shape {tuple(targets.shape)}; return logits [batch, time, "
-                "vocabulary]",
-            )
-        check_targets(targets, logits.shape[-1])
+        check_targets(targets, logits.shape)
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )

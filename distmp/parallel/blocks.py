@@ -59,8 +59,10 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         options: dict[str, Any] = {"context_fn": partial(_contexts, self)} if buffers else {}
-        bound = partial(forward, self)  # torch.compile breaks the graph at a MethodType
-        return checkpoint(bound, *args, use_reentrant=False, **options, **kwargs)
+        # A partial, because torch.compile breaks the graph at a MethodType. With the keywords, as
+        # `checkpoint` would take those that have the names of its own.
+        bound = partial(forward, self, **kwargs)
+        return checkpoint(bound, *args, use_reentrant=False, **options)
 
     # torch.compile supports checkpointing, but not the contexts for buffers. A bound method, so
     # that a deep copy calls its own module.

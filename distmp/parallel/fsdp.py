@@ -194,12 +194,8 @@ class FullySharded(strategy.Strategy):
         self._forwards = 0
 
     def check_model(self) -> None:
-        if self._unfinished:
-            return  # a failed step may have left gathered parameters in the model
-        try:
-            self._known.check(self.module)
-        except ConfigError:
-            self._reshard()  # a forward outside of the engine may have left gathered parameters
+        if not self._unfinished:  # a failed step may have left gathered parameters in the model
+            self._reshard()  # and so may a forward outside of the engine
             self._known.check(self.module)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
@@ -268,7 +264,8 @@ class FullySharded(strategy.Strategy):
         return {"partial sums of microbatches": [], "FP32 gradients": [*reduced, *unreduced]}
 
     def publish_weights(self) -> None:
-        """Nothing to copy: the next forward gathers and casts the shards."""
+        """Let the next forward gather the shards again; one outside of a step did not free them."""
+        self._reshard()
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         shape = dict(self._trainable)[name].shape
@@ -337,7 +334,7 @@ class FullySharded(strategy.Strategy):
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
     ) -> CollectiveOrder:
         """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
-        units = self.units()
+        self._units = units = self.units()
         order = CollectiveOrder(world, [name for name, _ in units])
         in_fp32 = with_submodules(kept)
         for index, (_, part) in enumerate(units):
@@ -381,7 +378,7 @@ class FullySharded(strategy.Strategy):
             self._reshard()
 
     def _reshard(self) -> None:
-        for _, part in self.units():
+        for _, part in self._units:
             cast(FSDPModule, part).reshard()
 
     def _discard(self) -> None:

@@ -71,8 +71,21 @@ class BufferBatches:
     def current(self) -> list[dict[str, Tensor]]:
         """Return the buffers that are not empty, see `_grouped`."""
         if not self._tree.is_unchanged():
+            self._copy_replaced()
             self._tree, self._batches = ModuleTree(self._module), _grouped(self._module)
         return self._batches
+
+    def _copy_replaced(self) -> None:
+        """Register copies of buffers that are other tensors now.
+
+        Forward may have assigned a part of its inputs, which is not ours to write to.
+        """
+        known = {id(buffer) for batch in self._batches for buffer in batch.values()}
+        copies: dict[int, Tensor] = {}
+        for part in self._module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and id(buffer) not in known and _is_written(buffer):
+                    part._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
 
 
 class ModuleBuffers:
@@ -124,8 +137,7 @@ class ModuleBuffers:
 
     def end_failed_step(self) -> None:
         """Revert what an unfinished step has written, before anything else is written."""
-        for values in self._before:
-            values.restore()
+        _restore(self._before)
         self._before = []
 
     def begin_microbatch(self, index: int) -> None:
@@ -137,8 +149,7 @@ class ModuleBuffers:
         if index == 1:
             self._of_first = [BufferValues(self._batches)]
         if index > 0:
-            for values in self._before:
-                values.restore()
+            _restore(self._before)
 
     def end_step(self, skipped: Tensor, differ: Tensor | None = None) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
@@ -150,8 +161,7 @@ class ModuleBuffers:
                 buffers have changed.
         """
         if self._reproducible:
-            for values in (*self._of_first, *self._before[1:]):
-                values.restore()
+            _restore([*self._of_first, *self._before[1:]])
         for values in self._before:
             values.revert(skipped)
         self._before = []
@@ -244,8 +254,12 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for values in saved:
-            values.restore()
+        _restore(saved)
+
+
+def _restore(saved: list[BufferValues]) -> None:
+    for values in saved:
+        values.restore()
 
 
 def values_of_all_engines(own: BufferBatches) -> list[BufferValues]:
@@ -265,6 +279,10 @@ def repeats_elements(tensor: Tensor) -> bool:
     )
 
 
+def _is_written(buffer: Tensor) -> bool:
+    return buffer.numel() > 0 and not repeats_elements(buffer)
+
+
 def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
     """Group buffers by device and dtype, up to `BATCH_BYTES` or one buffer.
 
@@ -273,7 +291,7 @@ def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
     batches: list[dict[str, Tensor]] = []
     last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
     for name, buffer in module.named_buffers():
-        if buffer.numel() == 0 or repeats_elements(buffer):
+        if not _is_written(buffer):
             continue
         kind = (buffer.device, buffer.dtype)
         batch, nbytes = last.get(kind, ({}, 0))

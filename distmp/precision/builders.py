@@ -50,21 +50,18 @@ def autocast_context(
 
 
 def autocast_of_dtypes(
-    policy: PrecisionPolicy, device: torch.device, *, sharded: bool = False
+    policy: PrecisionPolicy, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
     """Return the context of `autocast_context`, also for policies with low-precision matmuls.
 
-    Args:
-        policy: The policy.
-        device: The device of the rank.
-        sharded: Whether FSDP2 gathers the parameters. After a forward without gradients, autocast's
-            cache has casts of gathered parameters without a graph: a second forward in the same
-            loss function would give them no gradient.
+    Autocast's cache would give all uses of a weight the same cast, in whose dtype autograd would
+    add their gradients. After a forward without gradients it has casts without a graph of the
+    parameters that FSDP2 gathered: a second forward in the same loss function would give them no
+    gradient.
     """
     if not policy.autocast:
         return functions_in_fp32(policy.kept_functions)
-    cache = torch.is_autocast_cache_enabled() and not sharded
-    return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=cache)
+    return torch.autocast(device.type, dtype=policy.compute_dtype, cache_enabled=False)
 
 
 def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -348,13 +348,9 @@ def with_submodules(modules: Iterable[nn.Module]) -> set[int]:
 
 def _outermost(module: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that are not inside another one of them, in order of registration."""
-    tops = {id(part) for part in modules.values()}
     inside = {id(part) for top in modules.values() for part in top.modules() if part is not top}
-    return {
-        name: part
-        for name, part in module.named_modules()
-        if id(part) in tops and id(part) not in inside
-    }
+    tops = set(map(id, modules.values())) - inside
+    return {name: part for name, part in module.named_modules() if id(part) in tops}
 
 
 _BACKENDS = torch.backends

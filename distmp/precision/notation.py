@@ -162,7 +162,7 @@ def _value(key: str, value: Any) -> Any:
             raise ConfigError(f"{SETTING}.{key}", value, nearest(str(value), DTYPE_WORDS))
         return _DTYPES[value]
     if key in ("autocast", "cast_inputs", "tf32", "stochastic_rounding"):
-        return _SWITCHES.get(value, value) if isinstance(value, str) else value
+        return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
     if key in ("keep_fp32", "hp"):
         if isinstance(value, str):
             return () if value in ("", "none") else tuple(value.split("|"))
@@ -234,9 +234,8 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
     device = _as_device(device)
     if isinstance(requested, str) and requested == "auto":
         return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)
-    given = isinstance(requested, PrecisionPolicy)
     chosen = requested if isinstance(requested, PrecisionPolicy) else policy(requested)
-    reason = "given" if given else "configured"
+    reason = "given" if chosen is requested else "configured"
     limit = _limit(chosen, device)
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
 

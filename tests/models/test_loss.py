@@ -271,6 +271,18 @@ def test_outputs_that_are_no_logits_of_the_targets_are_refused(changed: Any, sai
         next_token_loss(Changed(5, 5), batch(torch.randint(5, (2, 3))))
 
 
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("times", [(6, 7), (7, 6)])
+def test_targets_of_another_shape_than_inputs_are_refused(
+    takes: bool, times: tuple[int, int]
+) -> None:
+    model = Transformer(TransformerConfig(50, 16, 1, 16, 2, 32))
+    model.takes_targets = takes
+    inputs, targets = (torch.zeros(2, time, dtype=torch.int64) for time in times)
+    with pytest.raises(ConfigError, match=rf"the targets have shape \(2, {times[1]}\); return"):
+        next_token_loss(model, {"inputs": inputs, "targets": targets})
+
+
 def test_targets_of_another_type_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"targets: int32 \[2, 3\]}': targets are int64"):
         next_token_loss(nn.Embedding(5, 5), batch(torch.ones(2, 3, dtype=torch.int32)))

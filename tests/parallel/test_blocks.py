@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.parallel import ParallelConfig
@@ -97,6 +97,25 @@ def test_checkpointing_computes_blocks_again_and_keeps_names_and_numbers() -> No
     with torch.no_grad():
         model(x)
     assert calls == [True, True, False]
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, debug: float = 0.0, context_fn: Any = None) -> Tensor:
+        return (debug + 1) * super().forward(x) + context_fn
+
+
+def test_recomputed_block_gets_keywords_that_checkpoint_also_has() -> None:
+    block = Scaled(3, 3)
+    x, shift = torch.randn(2, 3), torch.ones(3, requires_grad=True)
+    expected = block(x, debug=4.0, context_fn=shift.square())
+    checkpoint_activations(block)
+    found = block(x, debug=4.0, context_fn=shift.square())
+    assert torch.equal(found, expected)
+    inputs = [block.weight, shift]
+    for each in zip(
+        *(torch.autograd.grad(y.sum(), inputs) for y in (found, expected)), strict=True
+    ):
+        assert torch.equal(*each)
 
 
 @pytest.mark.parametrize("compile_with", [None, "eager"])

@@ -356,6 +356,18 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 
 
 @ranks(2)
+def test_published_weights_replace_those_that_a_forward_has_gathered() -> None:
+    engine, other = (make_engine(strategy="fsdp") for _ in range(2))
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    engine.module(batch.inputs)
+    for each in (engine, other):
+        for weight in each.weights().values():
+            weight.mul_(2)
+        each.publish_weights()
+    assert engine.evaluate([batch]) == other.evaluate([batch])
+
+
+@ranks(2)
 def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
     def with_penalty(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         inputs = batch.inputs.detach().requires_grad_()

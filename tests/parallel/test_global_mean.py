@@ -341,11 +341,18 @@ HALF = torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
         ({"group": -100}, "group = -100: use a process group that has this rank, or a mesh"),
         ({"microbatches": 0}, "microbatches = 0: must be 1 or more"),
         ({"microbatches": True}, "microbatches = True: must be 1 or more"),
+        ({"microbatches": 1.5}, "microbatches = 1.5: must be 1 or more"),
         ({"divisor": 0}, "divisor = 0: must be a number above 0"),
     ],
 )
 def test_misuse_is_refused(arguments: dict[str, Any], message: str) -> None:
     assert message in refused(**{"module": nn.Linear(1, 1), **arguments})
+
+
+def test_a_number_of_microbatches_may_be_of_numpy() -> None:
+    module, loss_sum = nn.Linear(1, 1), torch.ones((), requires_grad=True) * 6
+    mean = distmp.global_mean(loss_sum, 3, module, microbatches=np.int64(2))
+    assert mean == distmp.global_mean(loss_sum, 3, module, microbatches=2)
 
 
 @ranks(2)
@@ -510,6 +517,14 @@ def test_parameters_that_are_unfrozen_after_ddp_was_built_are_refused() -> None:
         assert "or DDP was built while some parameters were frozen" in refused(module)
     outer[0] = DistributedDataParallel(layers)
     distmp.global_mean(outer(torch.ones(2, 4)).sum(), 2, outer)
+
+
+@ranks(2)
+def test_a_layer_that_is_replaced_after_a_call_is_refused() -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    distmp.global_mean(ddp(torch.ones(2, 4)).sum(), 2, ddp)
+    ddp.module[1] = nn.Linear(4, 4)
+    assert "module.1.weight': no wrapper reduces its gradient" in refused(ddp)
 
 
 def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:

@@ -112,6 +112,35 @@ def test_buffers_that_are_replaced_or_come_later() -> None:
     assert model.new.tolist() == [1, 1, 1]
 
 
+class Streaming(nn.Module):
+    """Holds a part of its last inputs in two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, CLASSES)
+        self.register_buffer("last", torch.zeros(6, 2))
+        self.register_buffer("same", self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.last.mean()
+        self.last = self.same = x[:, -2:]
+        return self.linear(x) + shift
+
+
+@ranks(2)
+def test_buffers_that_forward_takes_from_its_inputs_do_not_overwrite_them() -> None:
+    model = Streaming()
+    engine = Engine(model, loss, sgd, policy="fp32", strategy="ddp", device="cpu")
+    # The second step is skipped.
+    batches = [batch(step, dist.get_rank(), torch.nan if step == 1 else 1.0) for step in range(3)]
+    before = copy.deepcopy(batches)
+    for each in batches:
+        engine.step([each])
+    assert_same_bits(*({"x": torch.cat([b.inputs for b in part])} for part in (batches, before)))
+    assert torch.equal(model.last, batch(2, 0).inputs[:, -2:])
+    assert model.last is model.same
+
+
 DTYPES = (
     torch.float32,
     torch.float64,

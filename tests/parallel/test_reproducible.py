@@ -268,6 +268,14 @@ def test_three_ranks_are_refused() -> None:
     run_ranks(refuse, 3)
 
 
+def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
+    model = make_model()
+    model.register_buffer("table", model.head.weight.data)
+    with pytest.raises(ConfigError, match=r"reproducible = 'True': .*'head\.weight' and 'table'"):
+        Engine(model, loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
+    torch.use_deterministic_algorithms(False)
+
+
 def test_three_microbatches_are_refused() -> None:
     engine = Engine(make_model(), loss, fused_adamw, reproducible=True, device="cpu")
     torch.use_deterministic_algorithms(False)

@@ -110,6 +110,14 @@ def test_other_policies_have_no_autocast(name: str) -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("name", ["bf16-autocast", "fp16-autocast"])
+def test_uses_of_one_weight_under_autocast_are_summed_in_fp32(name: str) -> None:
+    linear = nn.Linear(1, 1, bias=False)
+    with autocast_context(policy(name), CPU):
+        torch.stack([linear(torch.ones(1)) for _ in range(4099)]).float().sum().backward()
+    assert linear.weight.grad == 4099
+
+
 @pytest.mark.parametrize("casts", [True, False])
 def test_inputs_are_cast_according_to_policy(casts: bool) -> None:
     own = PrecisionPolicy("own", compute_dtype=BF16, cast_inputs=casts)

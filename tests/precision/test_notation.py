@@ -33,6 +33,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         ("fp16-static,loss_scale=dynamic", {"compute_dtype": FP16, "loss_scale": "dynamic"}),
         ("preset=tf32,tf32=false", {}),
         ("bf16,buffer=none,cast_inputs=false", {"compute_dtype": BF16, "cast_inputs": False}),
+        ("bf16,cast_inputs=False", {"compute_dtype": BF16, "cast_inputs": False}),
         ("bf16-autocast,autocast=false", {"compute_dtype": BF16}),
         (
             "bf16-pure,stochastic_rounding=true",
