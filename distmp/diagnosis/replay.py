@@ -18,11 +18,10 @@ default ones of torch, numpy and Python, or if batches were written to after the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +226,7 @@ class StepInputs(NamedTuple):
         losses: Loss sum of each microbatch, 0-dim, on the device.
         weights: Weight of each microbatch; 0 if the step dropped it.
         position: Number of the step, and index of the first microbatch in the global batch.
-        formats: The formats of layers with low-precision matmuls, by name.
+        formats: The formats of layers with low-precision matmuls; None without such layers.
     """
 
     microbatches: tuple[Any, ...]
@@ -235,7 +234,7 @@ class StepInputs(NamedTuple):
     losses: list[Tensor]
     weights: Sequence[Tensor | float]
     position: tuple[int, int] = (0, 0)
-    formats: Mapping[str, ProductFormats] = MappingProxyType({})
+    formats: ProductFormats | None = None
 
 
 class StepReplay:
@@ -354,10 +353,10 @@ def _largest(gradients: dict[str, GradientSummary]) -> float:
     return _largest_finite(gradients)
 
 
-def _formats_as(formats: Mapping[str, ProductFormats], strategy: Strategy) -> ExitStack:
+def _formats_as(formats: ProductFormats | None, strategy: Strategy) -> ExitStack:
     """Set the formats of low-precision matmuls to those of a step; the context restores them."""
     restored, layers = ExitStack(), strategy.low_precision_layers
-    if layers is not None:
+    if layers is not None and formats is not None:
         restored.callback(layers.set_formats, layers.formats)
         layers.set_formats(formats)
     return restored

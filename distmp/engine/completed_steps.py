@@ -23,7 +23,7 @@ def _counts_calls(layers: LowPrecisionLayers, name: str) -> bool:
 
     Backward skips the gradients of inputs and weights that need none, also in called layers.
     """
-    formats = layers.states[name].formats
+    formats = layers.formats
     return bool(formats.forward or (formats.wgrad and layers.modules[name].weight.requires_grad))
 
 

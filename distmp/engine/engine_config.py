@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
 from distmp.errors import ConfigError, nearest, require
-from distmp.parallel.settings import AccumulationSettings, ParallelConfig
+from distmp.parallel.settings import AccumulationSettings, OnNonfinite, ParallelConfig
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
@@ -71,7 +71,6 @@ class EngineConfig(AccumulationSettings):
 
     def __post_init__(self) -> None:
         check_types(self, skip=("policy",))  # `resolve` checks the policy
-        super().__post_init__()
         check_max_norm(self.max_norm)
         skips, weight = self.max_consecutive_skips, self.nominal_weight
         require(skips >= 1, "max_consecutive_skips", skips, "use 1 or more steps")
@@ -97,7 +96,7 @@ class EngineSettings(TypedDict, total=False):
     attribution: bool
     shard_optimizer: bool
     reproducible: bool
-    on_nonfinite: str
+    on_nonfinite: OnNonfinite
     divergence: DivergenceConfig | None
     nominal_weight: float | None
     precision_phases: tuple[PrecisionPhase, ...]

@@ -35,19 +35,17 @@ class FirstStep:
     def __init__(self, setup: EngineSetup) -> None:
         self.is_done = False
         self._setup = setup
-        self._world = setup.world
         self._has_gradient = False
         # Whether likely mistakes are still to be found.
         self._warns = setup.config.first_step_checks
-        # Under a sharded strategy the graph has the gathered parameters, which are other tensors.
-        self._module = None if setup.is_sharded else setup.strategy.module
         self._warnings: dict[str, None] = {}
 
     def before(self, batch: Any) -> None:
         """Compare the first microbatches of ranks; all ranks call it."""
-        if self._warns and self._world.world_size > 1 and self._has_same_batch(batch):
+        ranks = self._setup.world.world_size
+        if self._warns and ranks > 1 and self._has_same_batch(batch):
             self._warnings[
-                f"all {self._world.world_size} ranks were given the same first microbatch, so "
+                f"all {ranks} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
                 "a seed that depends on the rank)"
             ] = None
@@ -58,8 +56,9 @@ class FirstStep:
             return
         check_weight(float(weight))
         self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
-        if self._module is not None:
-            self._warnings |= dict.fromkeys(_outside_of(self._module, loss))
+        # Under a sharded strategy the graph has the gathered parameters, which are other tensors.
+        if not self._setup.is_sharded:
+            self._warnings |= dict.fromkeys(_outside_of(self._setup.strategy.module, loss))
 
     def after_gradients(self, stats: MicrobatchStats) -> None:
         """Look for a gradient.
@@ -87,7 +86,7 @@ class FirstStep:
         return [*warned]
 
     def _has_same_batch(self, batch: Any) -> bool:
-        return len({*self._world.ranks.gather(checksum(batch))}) == 1
+        return len({*self._setup.world.ranks.gather(checksum(batch))}) == 1
 
 
 # Several, because another optimizer may accumulate gradients.

@@ -54,7 +54,7 @@ class LowPrecisionMatmuls:
         statistics: Statistics of the last step; None before the first step and without layers.
         schedule: Sets the formats of each step; None without phases.
         formats: The policy of `precision.phases` in the last step; None without phases.
-        layer_formats: The formats of each layer in the last step, by name.
+        product_formats: The formats of the layers in the last step; None without layers.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LowPrecisionMatmuls:
         self.layers = layers
         self.statistics: MatmulStatistics | None = None
         self.formats: str | None = None
-        self.layer_formats: dict[str, ProductFormats] = {}
+        self.product_formats: ProductFormats | None = None
         self._world = world
         self.schedule = schedule
         self._forwards = _forwards(layers)
@@ -87,7 +87,7 @@ class LowPrecisionMatmuls:
         """Clear the statistics of the previous step, and store the formats of step `step`."""
         if self.layers is not None:
             self.layers.begin_step()
-            self.layer_formats = self.layers.formats
+            self.product_formats = self.layers.formats
         if self.schedule is not None:
             self.formats = self.schedule.begin_step(step)
 

@@ -89,7 +89,7 @@ class PhaseSchedule:
 
     def _set_formats(self, tokens: float) -> None:
         self._phase = sum(phase.until_tokens <= tokens for phase in self._phases)
-        self._layers.set_formats(dict.fromkeys(self._layers.modules, self._formats[self._phase]))
+        self._layers.set_formats(self._formats[self._phase])
 
 
 def phase_formats(

@@ -48,7 +48,7 @@ class Replays:
             stats.losses,
             stats.weights,
             position=(state.steps - 1, setup.world.rank * len(microbatches)),
-            formats=setup.low_precision_matmuls.layer_formats,
+            formats=setup.low_precision_matmuls.product_formats,
         )
         self.recent.append((outcome, inputs))
 

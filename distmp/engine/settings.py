@@ -40,9 +40,6 @@ class DivergenceConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "divergence")
-        known = self.on_spike in ("ignore", "warn", "skip", "rollback")
-        hint = "use ignore, warn, skip or rollback"
-        require(known, "divergence.on_spike", self.on_spike, hint)
         valid = 0 < self.threshold < math.inf
         require(valid, "divergence.threshold", self.threshold, "use a number above 0")
         steps = self.warmup_steps

@@ -236,7 +236,6 @@ def _distribute(
     initialize: bool,
 ) -> Strategy:
     """Check that all ranks have the same set-up, and distribute the model."""
-    assert config.parallel is not None
     with explain_lost_peers(world.group):
         described = config.describe() | describe_model(model)
         if initialize and config.strategy in SHARDED_STRATEGIES:

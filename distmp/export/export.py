@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,21 +70,20 @@ class CheckpointWeights:
             kept = self.dtype if is_converted else stored
             self.specs[name] = torch.empty(shape, dtype=kept, device="meta")
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors on the CPU.
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU.
 
         Raises:
-            CheckpointError: If they cannot be read, or a finite weight is infinite in the dtype.
+            CheckpointError: If it cannot be read, or a finite weight is infinite in the dtype.
         """
-        tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
-        self.checkpoint.load({self._stored[name]: tensor for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            if self._is_beyond_range(name, tensor):
-                raise CheckpointError(
-                    f"{name!r} of {self.checkpoint} has values beyond the range of float16; use "
-                    "bf16 or fp32"
-                )
-        return tensors
+        tensor = torch.empty_like(self.specs[name], device="cpu")
+        self.checkpoint.load({self._stored[name]: tensor})
+        if self._is_beyond_range(name, tensor):
+            raise CheckpointError(
+                f"{name!r} of {self.checkpoint} has values beyond the range of float16; use bf16 "
+                "or fp32"
+            )
+        return tensor
 
     def _is_beyond_range(self, name: str, tensor: Tensor) -> bool:
         """Return whether a finite value is infinite in FP16; masks are infinite on purpose."""

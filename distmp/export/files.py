@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,8 +81,8 @@ class Weights(Protocol):
     def specs(self) -> Mapping[str, Tensor]:
         """Shape and dtype of each tensor, as tensors on the meta device. A tied weight is one."""
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors on the CPU by name; nothing on ranks that do not write."""
+    def read(self, name: str) -> Any:
+        """Return a tensor on the CPU; None on ranks that do not write."""
 
 
 def write(
@@ -183,12 +184,12 @@ def write_directory(
         file: in_file_order({name: weights.specs[name] for name in names})
         for file, names in files.items()
     }
-    values = (weights.read([name]) for specs in ordered.values() for name in specs)
+    values = (weights.read(name) for specs in ordered.values() for name in specs)
     try:
         if writes:
             with _replacing(directory) as temporary:
                 for file, specs in ordered.items():
-                    write_file(temporary / file, specs, (next(values)[name] for name in specs))
+                    write_file(temporary / file, specs, islice(values, len(specs)))
                 write_rest(temporary)
     finally:
         for _ in values:  # the other ranks read them together with this one, also after an error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -56,15 +56,11 @@ class EngineWeights:
             for name, tensor in self._state.items()
         }
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Gather tensors; return them on the CPU if this rank keeps them, else nothing."""
-        tensors = {}
-        for name in names:
-            full = gathered(self._state[name])
-            if self._keep:
-                # Not the memory that the next step writes to.
-                tensors[name] = full.detach().to("cpu", copy=True)
-        return tensors
+    def read(self, name: str) -> Tensor | None:
+        """Gather a tensor; return it on the CPU if this rank keeps it, else None."""
+        full = gathered(self._state[name])
+        # Not the memory that the next step writes to.
+        return full.detach().to("cpu", copy=True) if self._keep else None
 
 
 def save_weights(
@@ -137,4 +133,5 @@ def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
     trained = engine.updated_by_optimizer()
     state = {name: tensor for name, tensor in engine.state_dict().items() if name in trained}
     weights = EngineWeights(state, keep=engine.world.rank == 0)
-    return weights.read(weights.specs)
+    values = ((name, weights.read(name)) for name in weights.specs)
+    return {name: value for name, value in values if value is not None}

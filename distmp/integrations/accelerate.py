@@ -30,7 +30,7 @@ from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, resolve
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
 from distmp.precision.notation import resolve_without_masters
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, SIXTEEN_BIT
+from distmp.precision.policy import PRESETS, SIXTEEN_BIT, dtype_word
 from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
@@ -53,7 +53,6 @@ logger = logging.getLogger("distmp")
 # Engines that change gradients and loss without the policy and the scaler.
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
 # accelerate's `mixed_precision` by the dtype of compute, and the policy for each of its values.
-_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
 POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
 
 
@@ -129,9 +128,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             arguments["fsdp_plugin"] = fsdp_plugin(self.policy, arguments.get("fsdp_plugin"))
         else:
             check_replicated(self.policy)
-        own = arguments["mixed_precision"]
-        used = AcceleratorState().mixed_precision if AcceleratorState._shared_state else own
-        _check_shared(used, self.policy)
+        if AcceleratorState._shared_state:
+            _check_shared(AcceleratorState().mixed_precision, self.policy)
         if policy is not None:
             _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
@@ -254,7 +252,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         check_parameters(model, self.policy)
         if self._follows:
             hint = "; policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are"
-            builders.store_in_fp32(model, self.policy, hint, quiet=not self.is_main_process)
+            builders.convert_parameters(model, self.policy, hint, quiet=not self.is_main_process)
 
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
@@ -417,7 +415,7 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
     output = policy.output_dtype
     problem = "accelerate returns outputs in float32; use output=fp32, and cast in your loss"
     require(output == torch.float32, "precision.policy.output", output, problem)
-    return _WORDS[policy.compute_dtype]
+    return dtype_word(policy.compute_dtype)
 
 
 def check_replicated(policy: PrecisionPolicy) -> None:

@@ -21,7 +21,7 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep
-from distmp.precision.builders import refuse_low_precision_matmuls, store_in_fp32
+from distmp.precision.builders import convert_parameters, refuse_low_precision_matmuls
 from distmp.precision.notation import LIGHTNING_POLICIES, resolve_without_masters
 from distmp.precision.policy import dtype_word
 from distmp.scaling.grad_scaler import DistributedGradScaler
@@ -77,7 +77,7 @@ def prepare_module(module: nn.Module, policy: PrecisionPolicy, device_type: str)
         return  # fully_shard does it; see `check_parallel`
     check_parameters(module, policy)
     if not any(is_dtensor(parameter) for parameter in module.parameters()):
-        store_in_fp32(module, policy)
+        convert_parameters(module, policy)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
 

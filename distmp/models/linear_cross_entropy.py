@@ -142,19 +142,21 @@ def check_targets(targets: Tensor, logits_shape: tuple[int, ...]) -> None:
 
 
 class LossHead(nn.Linear):
-    """The last layer of a language model, which returns the loss while `targets` are set."""
+    """The last layer of a language model, which returns the loss if there are targets."""
 
     own_group = True  # see `distmp.parallel.fsdp_setup.shard`
     targets: Tensor | None = None
     loss_backend: Backend | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits [..., vocabulary], or the loss sum, FP32, 0-dim.
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits [..., vocabulary], or the loss sum for targets, FP32, 0-dim.
 
         Args:
             hidden: [..., dimension].
+            targets: int64 [...]; None: those of the attribute.
         """
-        return project(hidden, self.weight, self.targets, self.loss_backend)
+        targets = self.targets if targets is None else targets
+        return project(hidden, self.weight, targets, self.loss_backend)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

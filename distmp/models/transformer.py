@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distmp.errors import ConfigError, require
-from distmp.models.linear_cross_entropy import Backend, project
+from distmp.models.linear_cross_entropy import Backend, LossHead, project
 
 _STD = 0.02
 # No machine can hold a model with more.
@@ -117,20 +117,8 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class Head(Projection):
+class Head(Projection, LossHead):
     """The output matrix of a model without a tied embedding."""
-
-    own_group = True  # see `distmp.parallel.fsdp_setup.shard`
-    loss_backend: Backend | None = None
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits [batch, time, vocabulary], or the loss sum for targets; see `Transformer`.
-
-        Args:
-            x: [batch, time, dimension].
-            targets: int64 [batch, time].
-        """
-        return project(x, self.weight, targets, self.loss_backend)
 
 
 class TokenEmbedding(nn.Embedding):

@@ -234,8 +234,7 @@ class Muon(torch.optim.Optimizer):
         if self._owners is None or self._owners[0] != ids:
             costs = [_cost(*matrix.shape) for matrix in matrices]
             self._owners = ids, Owners(matrices, costs, group)
-        owners = self._owners[1]
-        for index, update in owners.compute(shard, lambda _, full: orthogonalized(full)):
+        for index, update in self._owners[1].compute(shard, orthogonalized):
             work[index].update(update, matrices[index].shape)
 
     def _direction(self, matrix: _Matrix) -> Tensor:

@@ -70,7 +70,7 @@ class Owners:
         ]
 
     def compute(
-        self, shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]
+        self, shard: Callable[[int], Tensor], function: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
         """Apply a function to each matrix on its owner; yield this rank's shard of each result.
 
@@ -79,14 +79,13 @@ class Owners:
         Args:
             shard: Returns this rank's elements of a matrix by its index, 1-dim; called once per
                 matrix.
-            function: Called with the index of a matrix and its value; returns a tensor of the same
-                shape and dtype.
+            function: Called with a matrix; returns a tensor of the same shape and dtype.
         """
         for by_owner in self._rounds:
             indices = [index for owned in by_owner for index in owned]
             shards = [shard(index) for index in indices]
             received = self._send(torch.cat(shards), by_owner, to_owners=True)
-            results = [function(*item) for item in self._assembled(received, by_owner)]
+            results = [*map(function, self._assembled(received, by_owner))]
             del received
             divided = self._divided(results, by_owner) if results else shards[0][:0]
             del results
@@ -104,16 +103,13 @@ class Owners:
         all_to_all(received, values, self._group, expected, sent).wait()
         return received
 
-    def _assembled(
-        self, received: Tensor, by_owner: list[list[int]]
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _assembled(self, received: Tensor, by_owner: list[list[int]]) -> Iterator[Tensor]:
         """Yield the matrices that this rank owns, from the shards of all ranks."""
         owned = by_owner[self._rank]
         sizes = [self._matrices[i].size(rank) for rank in range(self._ranks) for i in owned]
         pieces = received.split(sizes)
         for position, index in enumerate(owned):
-            shape = self._matrices[index].shape
-            yield index, torch.cat(pieces[position :: len(owned)]).view(shape)
+            yield torch.cat(pieces[position :: len(owned)]).view(self._matrices[index].shape)
 
     def _divided(self, results: list[Tensor], by_owner: list[list[int]]) -> Tensor:
         """Return the results of this rank as one tensor, divided into shards in rank order."""

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.errors import ConfigError, nearest, require
 from distmp.parallel.settings import ParallelConfig
-from distmp.precision.keep import forward_function
+from distmp.precision.keep import forward_function, outermost
 
 # The module that a buffer is registered in, and its name there.
 _Buffer = tuple[nn.Module, str]
@@ -149,12 +149,6 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     return blocks or {names[id(part)]: part for part in entries}
 
 
-def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks that are not inside another block."""
-    inner = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
-    return {name: block for name, block in blocks.items() if id(block) not in inner}
-
-
 def prepare_blocks(
     model: nn.Module, config: ParallelConfig, *, backend: str = "inductor", quiet: bool = False
 ) -> None:
@@ -172,7 +166,7 @@ def prepare_blocks(
     recomputes = config.activation_checkpointing == "blocks"
     if not recomputes and config.compile == "none":
         return
-    blocks = outermost(find_blocks(model, config.sharding.wrap))
+    blocks = outermost(model, find_blocks(model, config.sharding.wrap))
     for setting in ("compile", "activation_checkpointing"):
         require(bool(blocks) or getattr(config, setting) != "blocks", setting, "blocks", NO_BLOCKS)
     if recomputes:

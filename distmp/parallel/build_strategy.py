@@ -10,9 +10,10 @@ from torch import nn
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, require
 from distmp.parallel import settings
-from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
+from distmp.parallel.blocks import find_blocks, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
 from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
+from distmp.precision.keep import outermost
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import low_precision_layers
 
@@ -83,7 +84,7 @@ def build_strategy(
             refuse_shared_memory(module, setting, "True")
     blocks: dict[str, nn.Module] = {}
     if policy.has_low_precision_matmuls:
-        blocks = outermost(find_blocks(module, config.sharding.wrap))
+        blocks = outermost(module, find_blocks(module, config.sharding.wrap))
     low_precision = low_precision_layers(module, policy, [*blocks], world.device)
     prepare_blocks(module, config, quiet=world.rank > 0)
     strategy: Strategy

@@ -48,14 +48,14 @@ class GradientReduction(NamedTuple):
     Attributes:
         groups: The gradients are summed over these groups, one after the other.
         accumulates: Whether the next backward only accumulates gradients, as under `no_sync`.
-        divisor: The number that the sum is divided by; None if it is unknown.
+        divisor: The number that the sum is divided by, unless that is unknown.
         unknown: Name of the hook or method that makes the divisor unknown; None if it is known.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     accumulates: bool
-    divisor: float | None
-    unknown: str | None = None
+    divisor: float
+    unknown: str | None
 
 
 def check(model: nn.Module) -> None:
@@ -305,14 +305,12 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
         names = ("shard_process_group", "replicate_process_group")
         groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
         accumulates = not (group.reduce_grads and group.all_reduce_grads)
-        if group._all_reduce_hook is not None:
-            yield GradientReduction(groups, accumulates, None, name_of(group._all_reduce_hook))
-        elif group.gradient_divide_factor is not None:
+        unknown = name_of(group._all_reduce_hook)
+        if unknown is None and group.gradient_divide_factor is not None:
             # torch 2.13 may divide by it twice, for a shard dimension of one rank.
-            yield GradientReduction(groups, accumulates, None, "set_gradient_divide_factor()")
-        else:
-            divisor = math.prod(each.size() for each in groups)
-            yield GradientReduction(groups, accumulates, divisor)
+            unknown = "set_gradient_divide_factor()"
+        divisor = math.prod(each.size() for each in groups)
+        yield GradientReduction(groups, accumulates, divisor, unknown)
 
 
 def fsdp2_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -329,26 +327,23 @@ def fsdp1_parameters(unit: nn.Module) -> set[nn.Parameter]:
     return {*unit.parameters()} - {*state._ignored_params}
 
 
-def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
-    """Return how an FSDP1 unit reduces the gradients of its own parameters, if it trains any.
+def fsdp1_reductions(unit: nn.Module) -> Iterator[GradientReduction]:
+    """Yield how an FSDP1 unit reduces the gradients of its own parameters, if it trains any.
 
     Args:
         unit: A `FullyShardedDataParallel`, whose nested units reduce their own gradients.
     """
     state: Any = unit
-    if state._handle is None or not state._handle.flat_param.requires_grad:
-        return None
-    accumulates = not state._sync_gradients
-    groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
-    if state._comm_hook is not None:
-        return GradientReduction(groups, accumulates, None, name_of(state._comm_hook))
-    divisor = state._gradient_predivide_factor * state._gradient_postdivide_factor
-    return GradientReduction(groups, accumulates, divisor)
+    if state._handle is not None and state._handle.flat_param.requires_grad:
+        groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
+        divisor = state._gradient_predivide_factor * state._gradient_postdivide_factor
+        hook = name_of(state._comm_hook)
+        yield GradientReduction(groups, not state._sync_gradients, divisor, hook)
 
 
-def name_of(function: object) -> str:
-    """Return the name of a function or of the class of a callable object."""
-    return getattr(function, "__qualname__", type(function).__name__)
+def name_of(hook: object) -> str | None:
+    """Return the name of a function or of the class of a callable object; None for None."""
+    return None if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def fsdp2_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:

@@ -74,9 +74,7 @@ def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
         if isinstance(part, DistributedDataParallel):
             yield _ddp_reduction(part)
         elif isinstance(part, FullyShardedDataParallel):
-            reduction = fsdp_internals.fsdp1_reduction(part)
-            if reduction is not None:
-                yield reduction
+            yield from fsdp_internals.fsdp1_reductions(part)
     yield from fsdp_internals.fsdp2_reductions(module)
 
 
@@ -87,10 +85,8 @@ def _ddp_reduction(ddp: Any) -> GradientReduction:
     )
     require(not ddp._join_config.enable, "module", type(ddp).__name__, problem)
     group, accumulates = ddp.process_group, not ddp.require_backward_grad_sync
-    if ddp._comm_hooks:
-        hook = fsdp_internals.name_of(ddp._comm_hooks[0][0])
-        return GradientReduction((group,), accumulates, None, hook)
-    return GradientReduction((group,), accumulates, group.size())
+    hook = fsdp_internals.name_of(ddp._comm_hooks[0][0]) if ddp._comm_hooks else None
+    return GradientReduction((group,), accumulates, group.size(), hook)
 
 
 def _check_single(module: nn.Module, group: Group | None, divisor: float | None) -> None:
@@ -151,7 +147,7 @@ def _found_divisor(found: Sequence[GradientReduction]) -> float:
     if unknown:
         problem = "reduces gradients in its own way; pass the number by which it divides the sum"
         raise ConfigError("divisor", None, f"{', '.join(sorted(unknown))} {problem} over ranks")
-    divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
+    divisors = {reduction.divisor for reduction in found}
     if len(divisors) > 1:
         numbers = listed([f"{number:g}" for number in sorted(divisors)])
         problem = (

@@ -7,7 +7,7 @@ finds the blocks of a model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from distmp.errors import ConfigError, nearest, require
 from distmp.utils.annotations import check_types
@@ -56,7 +56,6 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "sharding")
-        _check_choice("sharding.accumulate", self.accumulate, Accumulation)
         valid = self.shard_size is None or self.shard_size >= 1
         require(valid, "sharding.shard_size", self.shard_size, "use 1 or more ranks")
         hint = "a pattern needs at least one character"
@@ -106,9 +105,6 @@ class ParallelConfig:
         check_types(self)
         if self.microbatches is not None and self.microbatches < 1:
             raise ConfigError("microbatches", self.microbatches, "use 1 or more, or None")
-        recomputed = self.activation_checkpointing
-        _check_choice("activation_checkpointing", recomputed, ActivationCheckpointing)
-        _check_choice("compile", self.compile, Compilation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +120,9 @@ class AccumulationSettings:
     `ddp`). A step keeps the buffers that the first microbatch of the global batch wrote. Sets one
     CPU thread and `torch.use_deterministic_algorithms` for the process."""
 
-    on_nonfinite: str = "skip_step"
+    on_nonfinite: OnNonfinite = "skip_step"
     """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" drops the microbatch
     and averages over the others (`single` and `ddp`)."""
-
-    def __post_init__(self) -> None:
-        _check_choice("precision.on_nonfinite", self.on_nonfinite, OnNonfinite)
 
     def refuse_for(self, strategy: str) -> None:
         """Refuse settings that a sharded strategy does not implement.
@@ -147,9 +140,3 @@ class AccumulationSettings:
             value, default = getattr(self, name), getattr(AccumulationSettings, name)
             problem = f"needs strategy single or ddp; {strategy} {reason}"
             require(value == default, setting, value, problem)
-
-
-def _check_choice(setting: str, value: object, choices: Any) -> None:
-    """Refuse a value that is not one of the members of a Literal."""
-    known = get_args(choices)
-    require(value in known, setting, value, nearest(str(value), known))

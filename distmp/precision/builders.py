@@ -103,7 +103,6 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
     return MixedPrecisionPolicy(
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
         reduce_dtype=policy.reduce_dtype,
-        output_dtype=None,
         cast_forward_inputs=False,
     )
 
@@ -127,8 +126,6 @@ def fsdp1_policy(policy: PrecisionPolicy) -> MixedPrecision:
         param_dtype=policy.compute_dtype if policy.casts_parameters else None,
         reduce_dtype=policy.reduce_dtype,
         buffer_dtype=policy.buffer_dtype,
-        keep_low_precision_grads=False,
-        cast_forward_inputs=False,
         cast_root_forward_inputs=False,
         _module_classes_to_ignore=(),
     )
@@ -213,18 +210,16 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
             fewer than 16 bits.
     """
     refuse_low_precision_matmuls(policy)
-    dtypes = keep.storage_dtypes(module, policy)
-    for name, parameter in module.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+    convert_parameters(module, policy, quiet=True)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
     cast_inputs_and_outputs(module, policy)
 
 
-def store_in_fp32(
+def convert_parameters(
     module: nn.Module, policy: PrecisionPolicy, hint: str = "", *, quiet: bool = False
 ) -> None:
-    """Store parameters as a policy with FP32 weights does, and log which ones change.
+    """Convert parameters to the dtypes of a policy, and log which ones become FP32 weights.
 
     Args:
         module: The root module; changed in place.

@@ -67,7 +67,7 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
             kept.update(_called(name, part, pattern))
     while shared := _sharing(module, kept):
         kept.update(shared)
-    return _outermost(module, kept)
+    return outermost(module, kept)
 
 
 def matching_modules(
@@ -108,7 +108,7 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
         for name, part in module.named_modules():
             if name and (getattr(part, "running_mean", None) is not None or _is_computed(part)):
                 kept[name] = part
-    return _outermost(module, kept)
+    return outermost(module, kept)
 
 
 def _is_computed(part: nn.Module) -> bool:
@@ -346,7 +346,7 @@ def with_submodules(modules: Iterable[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
 
 
-def _outermost(module: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def outermost(module: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that are not inside another one of them, in order of registration."""
     inside = {id(part) for top in modules.values() for part in top.modules() if part is not top}
     tops = set(map(id, modules.values())) - inside

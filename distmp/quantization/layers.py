@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -30,7 +30,8 @@ class LowPrecisionLayers:
     Attributes:
         is_emulated: Whether products are emulated, which is slow.
         backend: How products are computed, such as "emulated".
-        policy_formats: The formats of the policy; those of a layer may change during the run.
+        policy_formats: The formats of the policy.
+        formats: The formats of the layers, which may change during the run.
         high_precision: Why each other linear layer stays in the compute dtype, by name.
         states: The state of each low-precision layer, by name.
         modules: The low-precision layers, by name.
@@ -48,7 +49,7 @@ class LowPrecisionLayers:
         salts = [parameter_id(f"{name}.weight") for name in self.modules]
         self._salts = torch.tensor(salts, dtype=torch.int64, device=device)
         self._keys = self._salts.clone()
-        self.policy_formats = product_formats(policy)
+        self.policy_formats = self.formats = product_formats(policy)
         self.states = {
             name: linear.LowPrecisionState(self.policy_formats, counts, key)
             for name, counts, key in zip(self.modules, self.counts, self._keys, strict=True)
@@ -70,15 +71,11 @@ class LowPrecisionLayers:
         mixed = (step * 0x9E3779B1 + microbatch * 0x85EBCA77) & 0xFFFFFFFF
         torch.bitwise_xor(self._salts, mixed, out=self._keys)
 
-    @property
-    def formats(self) -> dict[str, linear.ProductFormats]:
-        """The formats of each layer, by name."""
-        return {name: state.formats for name, state in self.states.items()}
-
-    def set_formats(self, formats: Mapping[str, linear.ProductFormats]) -> None:
-        """Change the formats of some layers, between steps."""
-        for name, value in formats.items():
-            self.states[name].formats = value
+    def set_formats(self, formats: linear.ProductFormats) -> None:
+        """Change the formats of all layers, between steps."""
+        self.formats = formats
+        for state in self.states.values():
+            state.formats = formats
 
     def describe(self) -> str:
         """Return which layers have low-precision matmuls, and why others do not, as text."""

@@ -103,7 +103,7 @@ class CallLog:
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._numbered = 0
+        self._unused_numbers = itertools.count()
         self._before: list[str] = []
         self._changes: list[str] = []
         # Of this iteration. Sets, because after a common decision their order does not matter.
@@ -168,8 +168,7 @@ class CallLog:
     def _number(self, members: Iterable[torch.optim.Optimizer]) -> list[str]:
         new = [optimizer for optimizer in members if optimizer not in self._numbers]
         for optimizer in new:
-            self._numbers[optimizer] = self._numbered
-            self._numbered += 1
+            self._numbers[optimizer] = next(self._unused_numbers)
         return [identify(optimizer) for optimizer in new]
 
     def _close_iteration(self, ending: str) -> None:

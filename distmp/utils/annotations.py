@@ -20,7 +20,7 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
     """Check that the values of a dataclass instance have the annotated types.
 
     It is for objects built in Python; `distmp.utils.settings.from_mapping` checks values from
-    files. NumPy scalars count as Python numbers. The class itself checks the values of a Literal.
+    files. NumPy scalars count as Python numbers.
 
     Args:
         config: The dataclass instance.
@@ -35,9 +35,7 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
             continue
         value = getattr(config, name)
         members = members_of(annotation)
-        if get_origin(annotation) is not Literal and not any(
-            _has_type(member, value) for member in members
-        ):
+        if not any(_has_type(member, value) for member in members):
             setting = f"{section}.{name}" if section else name
             allowed = " or ".join(map(_expected_in_python, members))
             raise ConfigError(setting, value, f"must be {allowed}{hint(annotation, value)}")

@@ -460,8 +460,8 @@ def _weights(run: Path) -> str:
     checkpoint = StoredCheckpoint(run / "checkpoints" / f"step-{STEPS:06d}")
     digest = hashlib.sha256()
     weights = CheckpointWeights(checkpoint, torch_float32())
-    for name, value in sorted(weights.read(weights.specs).items()):
-        digest.update(name.encode() + value.numpy().tobytes())
+    for name in sorted(weights.specs):
+        digest.update(name.encode() + weights.read(name).numpy().tobytes())
     return digest.hexdigest()
 
 

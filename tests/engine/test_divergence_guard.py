@@ -144,7 +144,10 @@ def test_guard_without_rules_finds_no_spike() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_spike": "stop"}, "divergence.on_spike = 'stop': use ignore, warn, skip or rollback"),
+        (
+            {"on_spike": "stop"},
+            "divergence.on_spike = 'stop': must be one of 'ignore', 'warn', 'skip', 'rollback'",
+        ),
         ({"threshold": 0.0}, "divergence.threshold = 0.0: use a number above 0"),
         ({"threshold": math.nan}, "divergence.threshold = nan: use a number above 0"),
         ({"warmup_steps": 0}, "divergence.warmup_steps = 0: use 1 or more steps"),

@@ -183,5 +183,5 @@ def test_reverting_buffers_needs_no_synchronization() -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"precision\.on_nonfinite = 'drop'.*drop_microbatch"):
+    with pytest.raises(ConfigError, match=r"on_nonfinite = 'drop'.*drop_microbatch"):
         Engine(make_model(), loss, fused_adamw, on_nonfinite="drop", device="cpu")

@@ -161,15 +161,13 @@ def test_random_rounding_differs_between_steps_and_microbatches() -> None:
     assert int(other.key) != int(state.key)
 
 
-def test_formats_of_a_layer_can_be_changed_between_steps() -> None:
+def test_formats_can_be_changed_between_steps() -> None:
     of = engine("fp8")
     layers = of.low_precision_matmuls.layers
     assert layers is not None
-    formats = layers.states["blocks.0.1"].formats
-    layers.set_formats({"blocks.0.1": dataclasses.replace(formats, grad=None, wgrad=None)})
+    layers.set_formats(dataclasses.replace(layers.formats, grad=None, wgrad=None))
     counts = of.step(batches(0)).matmul_statistics
     assert counts is not None
     elements = counts.read()[:, [INPUT, GRAD, WGRAD_GRAD], 3]
-    assert (elements[0, 1:] == 0).all()
-    assert (elements[1:] > 0).all()
-    assert elements[0, 0] > 0
+    assert (elements[:, 1:] == 0).all()
+    assert (elements[:, 0] > 0).all()

@@ -13,10 +13,10 @@ from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import (
     checkpoint_activations,
     find_blocks,
-    outermost,
     prepare_blocks,
 )
 from distmp.parallel.settings import ShardingConfig
+from distmp.precision.keep import outermost
 from tests.ranks import ranks
 from tests.reference import INPUTS, TWO_RANKS, make_engine, make_model, train, weights
 
@@ -68,9 +68,10 @@ def test_classes_that_the_model_does_not_split_come_first() -> None:
 
 def test_patterns_are_for_names_and_classes() -> None:
     assert list(find_blocks(Decoder(), ["Line*"]))[:2] == ["heads.0", "model.layers.0.experts.0"]
-    both = find_blocks(Decoder(), ["model.layers.*", "heads.0"])
+    model = Decoder()
+    both = find_blocks(model, ["model.layers.*", "heads.0"])
     assert "model.layers.1.experts.0" in both
-    assert list(outermost(both)) == ["heads.0", "model.layers.0", "model.layers.1"]
+    assert list(outermost(model, both)) == ["heads.0", "model.layers.0", "model.layers.1"]
     with pytest.raises(ConfigError, match="'Lyer': matches no module; did you mean 'Layer'"):
         find_blocks(Decoder(), ["Layer", "Lyer"])
 

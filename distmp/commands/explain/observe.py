@@ -14,9 +14,9 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import listed
-from distmp.parallel.blocks import find_blocks, outermost
+from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.precision.keep import modules_in_fp32
+from distmp.precision.keep import modules_in_fp32, outermost
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import LowPrecisionLayers, product_formats
 from distmp.quantization.operands import FORMATS, Operand
@@ -82,7 +82,7 @@ def expected_groups(
     """
     low_precision: set[int] = set()
     if policy.has_low_precision_matmuls:
-        selection = select(model, policy, [*outermost(find_blocks(model, wrap))])
+        selection = select(model, policy, [*outermost(model, find_blocks(model, wrap))])
         low_precision = set(map(id, selection.low_precision.values()))
     tops = modules_in_fp32(model, policy).values()
     kept = {id(part) for top in tops for part in top.modules()}
