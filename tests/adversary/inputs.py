@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -375,9 +375,9 @@ CASES = (
 @functools.cache
 def _defaults() -> dict[str, Any]:
     from distmp.config import RunConfig
-    from distmp.utils.settings import flat, leaf_names, to_mapping
+    from distmp.utils.settings import flat, leaf_names
 
-    return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
+    return flat(asdict(RunConfig()), frozenset(leaf_names(RunConfig)))
 
 
 def _settings() -> list[str]:

@@ -18,23 +18,6 @@ from distmp.utils.annotations import accepts, expected, field_annotations, hint,
 T = TypeVar("T")
 
 
-def to_mapping(config: Any) -> dict[str, Any]:
-    """Return a dataclass instance as nested dictionaries and lists, ready for YAML."""
-    return cast("dict[str, Any]", _plain(config))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
 def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> T:
     """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
 
