@@ -25,7 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import flat, leaf_names, value_text
+from distmp.utils.settings import flat, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
@@ -192,11 +192,10 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     if "configuration" not in before:  # a custom training loop has written it
         problem = "configuration: not in the checkpoint, so no settings are compared"
         return Changes(consequential={"configuration": problem})
-    leaves = frozenset(leaf_names(RunConfig))
     values = []
     shared = _properties(before).keys() & _properties(now).keys()
     for fingerprint in (before, now):
-        settings = flat(masked(fingerprint["configuration"]), leaves)
+        settings = flat(masked(fingerprint["configuration"]), all_rules())
         _resolve_warmup(settings)
         properties = _properties(fingerprint).items()
         values.append(settings | {name: value for name, value in properties if name in shared})

@@ -55,13 +55,6 @@ def setting_annotations(cls: type[Any], where: str = "") -> dict[str, Any]:
     return annotations
 
 
-def leaf_names(cls: type[Any]) -> list[str]:
-    """Return the dotted names of all settings of `cls`, without sections."""
-    names = setting_annotations(cls)
-    sections = {name.rpartition(".")[0] for name in names}
-    return [name for name in names if name not in sections]
-
-
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
     fields = field_annotations(cls)
     arguments = {}
