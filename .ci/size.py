@@ -14,10 +14,11 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from distmp.config import RunConfig
-from distmp.utils.settings import flat, to_mapping
+from distmp.utils.settings import flat
 
 ROOT = Path(__file__).parent.parent
 SILENT = {
@@ -45,7 +46,7 @@ def main() -> int:
 code lines              {sum(map(sum, packages.values())):7,}
 modules                 {len(modules):7,}
 modules below 60 lines  {small:7,}
-configuration keys      {len(flat(to_mapping(RunConfig()))):7,}
+configuration keys      {len(flat(asdict(RunConfig()))):7,}
 import cycles           {_cycles(modules):7,}
 lines of a function     {statistics.median(functions):7,.0f} in the median, \
 {functions[len(functions) * 9 // 10]} at the 90th percentile, {functions[-1]} at most

@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distmp
 from benchmarks.device import parse, parser
 from benchmarks.ranks import Ranks, is_rank, serve, take_turns
 from benchmarks.report import machine, save, sized
 from benchmarks.tables import steps
-from distmp.commands.explain.fake_ranks import BACKEND, register_backend
-from distmp.distributed import rank_monitor
 from distmp.distributed.world import World, leave
 from distmp.engine.outcome import StepOutcome
 
@@ -114,12 +113,9 @@ def engine_step(policy: str) -> Callable[[list[Batch]], object]:
 def pretend(world_size: int) -> None:
     """Replace the process group by one whose collectives return at once."""
     leave()
-    register_backend()
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=store)
-    # Ranks cannot differ, and there is no other rank to ask.
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    # Ranks cannot differ.
     mock.patch.object(StepOutcome, "ranks_differ", False).start()
-    mock.patch.object(rank_monitor, "current", return_value=None).start()
 
 
 def make(method: str, world: World) -> Callable[[str], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
 from distmp.utils.annotations import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.imports import Entry, load_function, parse_entries
-from distmp.utils.settings import flat, to_mapping
+from distmp.utils.settings import flat
 from distmp.utils.settings.command_line import command_line
 
 if TYPE_CHECKING:
@@ -103,9 +103,6 @@ class BatchConfig:
     """Samples per forward and backward on one rank."""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "microbatch_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"batch.{name}", value, "use 1 or more samples")
         microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
 
 
@@ -405,7 +402,7 @@ class RunConfig:
             model=replace(config.model, weights=_expanded(config.model.weights)),
             checkpoint=replace(config.checkpoint, path=_expanded(config.checkpoint.path)),
         )
-        for name, value in flat(to_mapping(config)).items():
+        for name, value in flat(asdict(config)).items():
             if (problem := _unusable(value)) is not None:
                 raise ConfigError(name, value, problem)
         return config

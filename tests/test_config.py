@@ -8,8 +8,9 @@ import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
 from distmp.errors import ConfigError
-from distmp.utils.settings import from_mapping, leaf_names, setting_annotations
+from distmp.utils.settings import from_mapping, setting_annotations
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
+from tests.settings import leaf_names
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TypedDict
 
 from distmp.engine.settings import DivergenceConfig, PrecisionPhase, check_order
@@ -12,7 +12,7 @@ from distmp.parallel.settings import AccumulationSettings, OnNonfinite, Parallel
 from distmp.precision import PolicyLike
 from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
-from distmp.utils.settings import flat, to_mapping
+from distmp.utils.settings import flat
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class EngineConfig(AccumulationSettings):
 
     def describe(self) -> dict[str, str]:
         """Return the settings as text by dotted name, for a comparison between ranks."""
-        values = flat(to_mapping(self))
+        values = flat(asdict(self))
         return {name: repr(value).removeprefix("torch.") for name, value in values.items()}
 
 

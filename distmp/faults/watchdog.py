@@ -103,7 +103,6 @@ class Watchdog(RankMonitor):
         super().__init__(store, environment.rank, environment.world_size)
         first = environment.rank - environment.local_rank
         self._on_machine = range(first, first + environment.local_world_size)
-        self._next_rank = (self.rank + 1) % self.world_size
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
         self._store_address = store_address
@@ -276,7 +275,7 @@ class Watchdog(RankMonitor):
 
     def _check_next_rank(self) -> None:
         """Count the next rank if it is silent; end the run if its machine does not respond."""
-        rank, now = self._next_rank, time.monotonic()
+        rank, now = (self.rank + 1) % self.world_size, time.monotonic()
         if (beat := self._read(f"beat/{rank}")) != self._next_beat:
             self._next_beat, self._next_beat_at = beat, now
         silence = now - self._next_beat_at

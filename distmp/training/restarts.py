@@ -13,7 +13,7 @@ import os
 import signal
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from distmp.masking import is_masked, masked
 from distmp.telemetry.records import RecordError, read_records
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_fingerprint import to_json
-from distmp.utils.settings import flat, from_mapping, to_mapping
+from distmp.utils.settings import flat, from_mapping
 
 logger = logging.getLogger("distmp")
 
@@ -103,7 +103,7 @@ class Restarts:
                 "with the first one, and a new job uses the changed one",
                 listed(changed),
             )
-        config = from_mapping(type(config), _revealed(first, to_mapping(config)))
+        config = from_mapping(type(config), _revealed(first, asdict(config)))
         self.checkpoint_path = config.checkpoint.path
         return config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from distmp.training.run_directory import RunDirectory, record_start, try_to_wri
 from distmp.training.run_fingerprint import Changes, changes_since, describe_model, run_fingerprint
 from distmp.training.run_lease import DirectoryChoice, RunLease, this_job
 from distmp.training.strategy_choice import choose_strategy
-from distmp.utils import settings
 from distmp.utils.settings.yaml_files import write_yaml
 
 
@@ -214,9 +213,7 @@ def _record_start(run: Run) -> None:
         try_to_write(run.directory.config, lambda path: write_yaml(config, path), log)
     layers = run.engine.low_precision_matmuls.layers
     formats = {} if layers is None else {"low_precision_matmuls": formats_record(layers)}
-    record_start(
-        run.directory.manifest, run.world, settings.to_mapping(config), first_step=step, **formats
-    )
+    record_start(run.directory.manifest, run.world, asdict(config), first_step=step, **formats)
 
 
 def _continue_from(checkpoint: StoredCheckpoint, run: Run, changes: Changes) -> None:

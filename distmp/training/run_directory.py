@@ -97,12 +97,6 @@ def check_saves(checkpoints: Path) -> None:
         raise ConfigError("checkpoint.path", str(checkpoints.parent), problem) from error
 
 
-def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
-    """Return the directory that `resume: auto` continues, see `existing_runs`; None without any."""
-    runs = existing_runs(run_dir, checkpoint_path)
-    return latest_of(runs) if runs else None
-
-
 def latest_of(runs: Sequence[RunDirectory]) -> RunDirectory:
     """Return the last run with a checkpoint; if none has one, the last run."""
     return ([run for run in runs if run.has_checkpoint()] or runs)[-1]

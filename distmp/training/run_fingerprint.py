@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import flat, leaf_names, to_mapping, value_text
+from distmp.utils.settings import flat, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
@@ -178,7 +178,7 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
 
 def to_json(config: RunConfig) -> dict[str, Any]:
     """Return a configuration as nested dictionaries that JSON preserves."""
-    values: dict[str, Any] = json.loads(json.dumps(to_mapping(config), default=str))
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     return values
 
 
@@ -192,11 +192,10 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     if "configuration" not in before:  # a custom training loop has written it
         problem = "configuration: not in the checkpoint, so no settings are compared"
         return Changes(consequential={"configuration": problem})
-    leaves = frozenset(leaf_names(RunConfig))
     values = []
     shared = _properties(before).keys() & _properties(now).keys()
     for fingerprint in (before, now):
-        settings = flat(masked(fingerprint["configuration"]), leaves)
+        settings = flat(masked(fingerprint["configuration"]), all_rules())
         _resolve_warmup(settings)
         properties = _properties(fingerprint).items()
         values.append(settings | {name: value for name, value in properties if name in shared})

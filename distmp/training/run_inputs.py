@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from distmp.masking import masked
 from distmp.models.huggingface_files import locate
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import sampled_digests
-from distmp.utils.settings import flat, to_mapping
+from distmp.utils.settings import flat
 
 # Kinds of inputs.
 VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"
@@ -53,7 +54,7 @@ def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
         config: The configuration of the run.
         with_files: Whether to read files; one rank of each machine is enough.
     """
-    values = flat(masked(to_mapping(config)))
+    values = flat(masked(asdict(config)))
     found: dict[str, dict[str, Any]] = {
         VERSIONS: {f"version of {name}": version for name, version in versions().items()},
         SETTINGS: values,

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -375,14 +375,15 @@ CASES = (
 @functools.cache
 def _defaults() -> dict[str, Any]:
     from distmp.config import RunConfig
-    from distmp.utils.settings import flat, leaf_names, to_mapping
+    from distmp.utils.settings import flat
+    from tests.settings import leaf_names
 
-    return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
+    return flat(asdict(RunConfig()), frozenset(leaf_names(RunConfig)))
 
 
 def _settings() -> list[str]:
     from distmp.config import RunConfig
-    from distmp.utils.settings import leaf_names
+    from tests.settings import leaf_names
 
     return [name for name in leaf_names(RunConfig) if name not in LEFT_OUT]
 

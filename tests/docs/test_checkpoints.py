@@ -16,8 +16,9 @@ from distmp.config import RunConfig, load
 from distmp.export.files import MAX_SHARD_SIZE
 from distmp.train import main
 from distmp.training.run_fingerprint import all_rules, compare
-from distmp.utils.settings import from_mapping, leaf_names
+from distmp.utils.settings import from_mapping
 from tests.checkpoint import listing
+from tests.settings import leaf_names
 from tests.torchrun import tiny
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()

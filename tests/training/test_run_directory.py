@@ -11,9 +11,15 @@ from distmp.training.run_directory import (
     check_saves,
     create_run,
     existing_runs,
-    latest_run,
+    latest_of,
 )
 from tests.disks import disk
+
+
+def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
+    """Return the directory that `resume: auto` continues; None without any."""
+    runs = existing_runs(run_dir, checkpoint_path)
+    return latest_of(runs) if runs else None
 
 
 def test_too_long_directory_name_is_refused(tmp_path: Path) -> None:

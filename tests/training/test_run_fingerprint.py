@@ -26,7 +26,8 @@ from distmp.training.run_fingerprint import (
 )
 from distmp.training.trainer import Trainer
 from distmp.utils.annotations import HARMLESS, consequential, resume_rules
-from distmp.utils.settings import from_mapping, leaf_names
+from distmp.utils.settings import from_mapping
+from tests.settings import leaf_names
 from tests.training.test_resume import configuration, train
 
 ALONE = World(0, 1, torch.device("cpu"), None)

@@ -15,7 +15,7 @@ from distmp.config import load
 from distmp.telemetry.records import read_records
 from distmp.train import main
 from distmp.training.run_directory import read_starts
-from distmp.utils.settings import to_mapping
+from distmp.training.run_fingerprint import to_json
 from tests.elastic import Job, run_jobs
 from tests.torchrun import corpus, environment, tiny, torchrun
 
@@ -93,7 +93,7 @@ def test_resumed_run_appends_to_logs_and_manifest(cwd: Path) -> None:
         assert main([*arguments, f"--steps={steps}", "--log.console=off"]) == 0
     first, second = read_starts(cwd / "run" / "manifest.json")
     assert first["configuration"]["steps"] == 2
-    configuration = to_mapping(load([*arguments, "--steps=3", "--log.console=off"]))
+    configuration = to_json(load([*arguments, "--steps=3", "--log.console=off"]))
     assert second["configuration"] == configuration
     headers = (cwd / "run" / "logs" / "rank-0.log").read_text().splitlines()
     assert len([line for line in headers if ": rank 0 of 1 on " in line]) == 2

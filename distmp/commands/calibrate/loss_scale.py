@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from distmp.checkpoint import recovery
 from distmp.config import RunConfig
@@ -20,7 +19,7 @@ from distmp.distributed.world import World
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.settings import LossScaleConfig
 from distmp.training import components
-from distmp.training.run_directory import RunDirectory, latest_run
+from distmp.training.run_directory import RunDirectory, existing_runs, latest_of
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import counted, text_table
 
@@ -59,9 +58,8 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     measured_in, reason = _policy(config.precision.policy, world.device)
     checkpoint = None
     if config.resume is not None:
-        run = latest_run(config.run_dir, config.checkpoint.path) or RunDirectory(
-            Path(config.run_dir)
-        )
+        runs = existing_runs(config.run_dir, config.checkpoint.path)
+        run = latest_of(runs or [RunDirectory(Path(config.run_dir))])
         checkpoint = recovery.resolve(config.resume, run.checkpoints)
     engine = components.build_engine(
         config, parts, world, policy=measured_in, attribution=False, load=checkpoint is not None
@@ -71,18 +69,14 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
         components.start_from_weights(parts, engine)
     else:
         progress = components.restore(engine, checkpoint)
+    # FSDP gathers the parameters of some modules before forward: all are watched.
+    watched = [*engine.module.named_modules()]
     batches = components.training_batches(config, parts, world, progress)
-    with closing(batches), recorder(engine.module) as recorded:
+    with closing(batches), Probe(engine.module, watched, activations=True) as recorded:
         for _ in range(steps):
             engine.step(next(batches).microbatches)
     name = f"{measured_in.name} ({reason})"
     return Calibration(steps, world.world_size, name, histogram(recorded, world))
-
-
-def recorder(module: nn.Module) -> Probe:
-    """Return what counts the gradients of parameters and outputs in a `with` block."""
-    # FSDP gathers the parameters of some modules before forward: all are watched.
-    return Probe(module, [*module.named_modules()], activations=True)
 
 
 def histogram(recorded: Probe, world: World) -> ExponentHistogram:

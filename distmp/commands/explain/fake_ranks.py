@@ -21,9 +21,9 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
@@ -84,9 +84,6 @@ def _without_masks(indices: Any) -> list[Any]:
         else:
             result.append(index)
     return result
-
-
-BACKEND = "fake_ranks"
 
 
 def communicate(func: Any, args: Any, work: dist.Work | None = None) -> Any:
@@ -171,8 +168,7 @@ def fake_ranks(
     """
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)}
     if group:
-        register_backend()
-        dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     original = dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +180,6 @@ def fake_ranks(
             mock.patch.object(dist, "new_group", new_group),
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
-            mock.patch.object(rank_monitor, "current", return_value=None),
             mock.patch.object(CollectiveOrder, "_compare"),
         ):
             yield
@@ -229,14 +224,3 @@ def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = convert(buffer)
     return module
-
-
-def register_backend() -> None:
-    """Register `BACKEND`, whose collectives return at once."""
-    if hasattr(dist.Backend, BACKEND.upper()):
-        return
-
-    def create(common: Any, options: Any) -> Any:
-        return c10d.FakeProcessGroup._create_internal(common.group_rank, common.group_size)
-
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

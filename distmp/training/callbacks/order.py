@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
 from distmp.data.streams import length_of
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import ConfigError, nearest
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -55,20 +55,8 @@ def _early_stopping(run: Run, checkpointing: Checkpointing) -> list[Callback]:
 
 
 def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:
-    """Build the callbacks of the setting `callbacks`.
-
-    Raises:
-        ConfigError: If an entry does not return a `Callback`.
-    """
-    callbacks = []
-    for entry in entries:
-        callback = find_callback(entry)(**entry.options)
-        problem = (
-            f"returned a {type(callback).__name__}; return a distmp.training.callbacks.Callback"
-        )
-        require(isinstance(callback, Callback), "callbacks", entry.name, problem)
-        callbacks.append(callback)
-    return callbacks
+    """Build the callbacks of the setting `callbacks`; `check_hooks` refuses other objects."""
+    return [find_callback(entry)(**entry.options) for entry in entries]
 
 
 def check_hooks(callbacks: Iterable[Callback]) -> None:
@@ -79,7 +67,7 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
     """
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            problem = "is no distmp.training.callbacks.Callback; pass an object of a subclass"
+            problem = "is no distmp.training.callbacks.Callback; give an object of a subclass"
             raise ConfigError("callbacks", repr(callback), problem)
         _check_names(callback)
         for name, function in vars(Callback).items():

@@ -16,7 +16,7 @@ from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult, TrainingLoop
 from distmp.training.callbacks.validation import weight_unit
 from distmp.training.run import Run
-from distmp.utils import settings
+from distmp.training.run_fingerprint import to_json
 
 # Fields of a record that are those of `StepNumbers`; the overflow of a record has its cause.
 _OF_NUMBERS = {each.name for each in fields(StepRecord)} & {*StepNumbers._fields} - {"overflow"}
@@ -149,7 +149,7 @@ def _start_trackers(run: Run) -> Trackers:
     return trackers.start(
         run.config.log.tracker_options if run.world.rank == 0 else {},
         directory=run.directory.path,
-        hyperparameters=settings.to_mapping(run.config),
+        hyperparameters=to_json(run.config),
         after_step=run.progress.step,
         warn=run.console.message,
     )

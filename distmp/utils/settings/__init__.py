@@ -18,23 +18,6 @@ from distmp.utils.annotations import accepts, expected, field_annotations, hint,
 T = TypeVar("T")
 
 
-def to_mapping(config: Any) -> dict[str, Any]:
-    """Return a dataclass instance as nested dictionaries and lists, ready for YAML."""
-    return cast("dict[str, Any]", _plain(config))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
 def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> T:
     """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
 
@@ -70,13 +53,6 @@ def setting_annotations(cls: type[Any], where: str = "") -> dict[str, Any]:
         for section in nested(annotation):
             annotations |= setting_annotations(section, full)
     return annotations
-
-
-def leaf_names(cls: type[Any]) -> list[str]:
-    """Return the dotted names of all settings of `cls`, without sections."""
-    names = setting_annotations(cls)
-    sections = {name.rpartition(".")[0] for name in names}
-    return [name for name in names if name not in sections]
 
 
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -12,7 +13,6 @@ import yaml
 from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.utils.files import PRIVATE, read_regular, replacing
-from distmp.utils.settings import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
 # 1:30 is 90 and 2024-01-01 is a date, which users do not expect.
@@ -130,7 +130,7 @@ def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
     can read it.
     """
     text = yaml.dump(
-        masked(to_mapping(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        masked(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
     with replacing(path, mode=PRIVATE) as file:
         file.write(text.encode())
@@ -146,5 +146,5 @@ def from_line(text: str) -> Any:
 
 def as_line(value: Any) -> str:
     """Write a value as one line of YAML."""
-    text = yaml.dump(to_mapping(value), Dumper=_Dumper, default_flow_style=True, width=2**31)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31)
     return text.removesuffix("...\n").strip()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distmp.commands.calibrate import loss_scale
-from distmp.commands.calibrate.loss_scale import Calibration, as_json, recorder, report
+from distmp.commands.calibrate.loss_scale import Calibration, as_json, report
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
+from distmp.diagnosis.replay import Probe
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
@@ -181,6 +182,10 @@ def exponents_of(gradients: list[Tensor]) -> dict[int, int]:
     values = np.concatenate([gradient.numpy().ravel() for gradient in gradients])
     exponents, counts = np.unique(np.frexp(values[values != 0])[1] - 1, return_counts=True)
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+
+
+def recorder(module: nn.Module) -> Probe:
+    return Probe(module, [*module.named_modules()], activations=True)
 
 
 def recorded(engine: Engine, sizes: object = TWO_RANKS, steps: int = 2) -> ExponentHistogram:

@@ -15,7 +15,7 @@ from distmp.engine.setup import EngineSetup
 from distmp.errors import ConfigError
 from distmp.train import main
 from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult, TrainingLoop
-from distmp.training.callbacks.order import load_callbacks
+from distmp.training.callbacks.order import check_hooks, load_callbacks
 from distmp.training.trainer import Trainer
 from distmp.utils.imports import parse_entries
 from tests.elastic import Job, run_jobs
@@ -248,13 +248,17 @@ def nothing() -> None:
         ("no_such_module:Callback", "there is no module 'no_such_module' on the Python path"),
         (f"{__name__}:Missing", f"module '{__name__}' has no 'Missing'"),
         (f"{__name__}:NOT_CALLABLE", "is a int; name a function or a class"),
-        (f"{__name__}:nothing", "returned a NoneType; return a distmp.training.callbacks.Callback"),
     ],
 )
 def test_path_without_callback_is_one_message(path: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_callbacks(parse_entries("callbacks", [f"{__name__}:recorder", path]))
     assert str(caught.value) == f"callbacks = {path!r}: {problem}"
+
+
+def test_function_that_returns_no_callback_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks = 'None': is no .*Callback; give"):
+        check_hooks(load_callbacks(parse_entries("callbacks", [f"{__name__}:nothing"])))
 
 
 def test_wrong_callback_path_is_refused_before_training(

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.utils.settings import digest, flat, from_mapping, to_mapping
+from distmp.utils.settings import digest, flat, from_mapping
 from distmp.utils.settings.command_line import command_line
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 
@@ -351,7 +351,7 @@ def test_file_is_readable_and_in_order(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "größe" in text
     assert text.index("optim:") < text.index("  lr: 0.001") < text.index("data:")
-    assert to_mapping(Run())["optim"]["betas"] == [0.9, 0.95]
+    assert "betas:\n  - 0.9\n  - 0.95\n" in text
 
 
 def test_repeated_object_is_written_without_alias(tmp_path: Path) -> None:
