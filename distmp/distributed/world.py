@@ -306,7 +306,8 @@ def _check_address(world_size: int) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         require(name in os.environ, name, None, problem)
     port = read_integer(os.environ, "MASTER_PORT")
-    require(0 < port < 2**16, "MASTER_PORT", port, "must be a port, from 1 to 65535")
+    lowest = 0 if world_size == 1 else 1  # one rank may listen on any free port
+    require(lowest <= port < 2**16, "MASTER_PORT", port, "must be a port, from 1 to 65535")
 
 
 def _check_group() -> None:
