@@ -103,8 +103,8 @@ def test_resumed_run_keeps_its_patience_count(tmp_path: Path) -> None:
     path = first.directory.checkpoints / "step-000010"
     other = trainer(tmp_path / "other", resume=str(path))
     assert messages(other) == [
-        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}, but in "
-        "the run that this one continues",
+        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}: an "
+        "earlier run has it, or no save succeeded",
         "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
         "(early_stopping.patience)",
     ]
