@@ -195,9 +195,10 @@ class DataLoader:
 
     def _next_step(self) -> Step:
         if self._steps is None:
+            rank, world_size = self._world.rank, self._world.world_size
             self._steps = steps(
                 self.dataset,
-                self._division(self.samples),
+                Division(self.samples, self.batch_size, self.microbatch_size, rank, world_size),
                 self._world,
                 seed=self.seed,
                 shuffle=self.shuffle,
@@ -210,10 +211,6 @@ class DataLoader:
         except BaseException:
             self._steps = None  # the generator ended with the error
             raise
-
-    def _division(self, first_sample: int) -> Division:
-        rank, world_size = self._world.rank, self._world.world_size
-        return Division(first_sample, self.batch_size, self.microbatch_size, rank, world_size)
 
     def once(self) -> Iterator[Any]:
         """Yield microbatches in which each sample occurs exactly once over all ranks.
@@ -229,8 +226,8 @@ class DataLoader:
         """
         if self._world.group is not None:
             RollCall(self._world).wait_for_all("DataLoader.once()")
-            if not (self._is_compared or is_stream(self.dataset)):
-                check_same_data(self.dataset, self._division(0), self._world.group, "dataset")
+            if not self._is_compared:
+                check_same_data(self.dataset, self.batch_size, self._world.group, "dataset")
                 self._is_compared = True
         return evaluation_batches(
             self.dataset, None, self.microbatch_size, self._world, self.collate_fn

@@ -104,10 +104,11 @@ def _own(
         groups: The groups of all ranks, one after the other.
         world: The ranks.
         read: Makes a microbatch of a group.
-        compared: Whether ranks compare the number of samples up to each microbatch, and at the end:
-            streams of different lengths would leave out samples, or count them twice.
+        compared: Whether ranks compare the first samples, and the number of samples up to each
+            microbatch and at the end: different streams would leave out samples, or count them
+            twice.
     """
-    samples = 0
+    samples = first = 0
     while True:
         # One sample is enough where only the forward has to happen.
         taken: list[list[Any]] = []
@@ -115,8 +116,8 @@ def _own(
             samples += len(group)
             taken.append(group if len(taken) == world.rank else group[:1])
         if compared and world.group is not None:
-            last = sample_checksum([group[0] for group in taken])
-            described = f"{samples:,} samples of a stream, checksum {last:08x} of the last ones"
+            first = first or sample_checksum([group[0] for group in taken])
+            described = f"{samples:,} samples of a stream, checksum {first:08x} of the first ones"
             check_same_source(world.group, "dataset", described)
         if not taken:
             return

@@ -144,17 +144,20 @@ def steps(
 
 
 def check_same_data(
-    dataset: Any, division: Division, group: dist.ProcessGroup | None, setting: str
+    dataset: Any, batch_size: int, group: dist.ProcessGroup | None, setting: str
 ) -> None:
     """Compare the length and some samples of a map-style dataset between ranks. Collective.
+
+    Streams are not compared.
 
     Raises:
         ConfigError: On every rank, if ranks have different datasets.
     """
-    if _has_peers(group):
+    if _has_peers(group) and not is_stream(dataset):
+        division = Division(0, batch_size, batch_size, rank=0, world_size=1)
         sampler = MicrobatchSampler(division, len(dataset), 0, shuffle=False)
         seeded = SeededMicrobatches(dataset, 0, _unchanged)
-        check_same_source(group, setting, _description(sampler, seeded, division.first_sample))
+        check_same_source(group, setting, _description(sampler, seeded, 0))
 
 
 def is_stream(dataset: Any) -> bool:

@@ -203,11 +203,10 @@ def on_host(group: Mapping[str, Any], *, waits: bool = False) -> Iterator[tuple[
     for key, value in group.items():
         if isinstance(value, list) and value and all(isinstance(n, int | float) for n in value):
             yield key, tuple(value)
-        elif isinstance(value, tuple) and tensors_in(value):
-            continue  # their text has the device, which differs between ranks, and costs a wait
-        elif not isinstance(value, Tensor):
+        # The text of tensors has the device, which differs between ranks, and costs a wait.
+        elif not isinstance(value, Tensor | tuple | list) or not tensors_in(value):
             yield key, value
-        elif value.numel() == 1 and (waits or value.device.type == "cpu"):
+        elif isinstance(value, Tensor) and value.numel() == 1 and (waits or value.is_cpu):
             yield key, value.item() if waits else cpu_number(value.double().reshape(()))
 
 

@@ -54,6 +54,8 @@ logger = logging.getLogger("distmp")
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
 # accelerate's `mixed_precision` by the dtype of compute, and the policy for each of its values.
 POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
+# For models whose parameters became float32.
+_HINT = "; policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -251,7 +253,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)
         if self._follows:
-            hint = "; policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are"
+            hint = _HINT if any(p.dtype is torch.bfloat16 for p in model.parameters()) else ""
             builders.convert_parameters(model, self.policy, hint, quiet=not self.is_main_process)
 
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.scaling.grad_scaler import DistributedGradScaler
+from distmp.scaling.grad_scaler import DistributedGradScaler, _Counts
 from distmp.scaling.reduced_flags import CheckedOptimizer, ReducedFlags
 from distmp.scaling.settings import LossScaleConfig
 
@@ -80,6 +80,9 @@ class DeferredGradScaler(DistributedGradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state at the next backward."""
         return self._updated().state_dict()
+
+    def _counts(self) -> _Counts:
+        return self._updated()._counts()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Finish the last iteration, and load a state."""

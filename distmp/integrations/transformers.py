@@ -205,10 +205,9 @@ class TrainerMixin(_TrainerBase):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the trainer, the skipped steps and the loss scale."""
         if "loss" in logs:
-            state = self.accelerator.scaler.state_dict()
-            logs["skipped_steps"] = state["total_skips"]
+            logs["skipped_steps"] = self.accelerator.scaler.total_skips
             if self.policy.loss_scale is not None:
-                logs["loss_scale"] = state["scale"]
+                logs["loss_scale"] = self.accelerator.scaler.get_scale()
         super().log(logs, start_time)
 
     def _save_scaler(self, output_dir: str) -> None:

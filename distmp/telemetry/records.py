@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from distmp.errors import DistmpError
 from distmp.utils.files import replacing
@@ -116,7 +116,8 @@ class RecordWriter:
         warn: Callable[[str], None],
     ) -> None:
         self._path = Path(path)
-        self._last_kept = math.inf if resume_after_step is None else resume_after_step
+        # What to drop when the file is opened next; None appends to the file as it is.
+        self._last_kept: float | None = math.inf if resume_after_step is None else resume_after_step
         self._warn = warn
         self._buffered: deque[bytes] = deque(maxlen=MAX_BUFFERED)
         self._file: FileIO | None = None
@@ -148,7 +149,8 @@ class RecordWriter:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
         try:
             last = read_records(self._path)[-1:]
-        except (OSError, RecordError):  # `_flush` has warned, and keeps records in memory
+        except (OSError, RecordError) as error:
+            self._warn(f"the validation after step {step} is not recorded: {error}")
             return
         if last and last[0].step == step:
             self.rewind(step - 1)
@@ -189,11 +191,11 @@ class RecordWriter:
             self._file = None
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
+            if self._last_kept is not None and self._path.exists():
                 _drop_later_records(self._path, self._last_kept)
-            self._last_kept = math.inf
+            self._last_kept = None
             self._file = FileIO(self._path, "ab")
-            self._size = os.fstat(self._file.fileno()).st_size
+            self._size = sum(len(line) for _, line in _complete_lines(self._path))
         return self._file
 
     def _append(self, file: FileIO, line: bytes) -> None:
@@ -227,23 +229,23 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
         RecordError: If a complete line is not a step record; names the file and the line.
         FileNotFoundError: If the file does not exist.
     """
-    with Path(path).open("rb") as file:
-        return [_record(path, number, line) for number, line in _complete_lines(file)]
+    return [_record(path, number, line) for number, line in _complete_lines(path)]
 
 
 def _drop_later_records(path: Path, last_step: float) -> None:
     """Keep one record of each step up to the last one."""
     kept: set[int] = set()
-    with path.open("rb") as old, replacing(path) as new:
-        for number, line in _complete_lines(old):
+    with replacing(path) as new:
+        for number, line in _complete_lines(path):
             step = _record(path, number, line).step
             if step <= last_step and step not in kept:
                 kept.add(step)
                 new.write(line)
 
 
-def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))
+def _complete_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    with Path(path).open("rb") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))
 
 
 def _line(record: StepRecord) -> bytes:

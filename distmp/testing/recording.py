@@ -324,7 +324,8 @@ class Draws(TorchDispatchMode):
         given, options = map_tensors(floating_point_cast(dtype), [args, kwargs])
         if func is torch.ops.aten.native_dropout.default:  # only the mask is drawn
             mask = func(*given, **options)[1]
-            return args[0] * (mask / (1 - args[1] or 1.0)), mask
+            dropped = 0.0 if args[2] is False else args[1]
+            return args[0] * (mask / (1 - dropped or 1.0)), mask
         if kwargs.get("dtype") is torch.float64:
             options["dtype"] = dtype
         drawn = floating_point_cast(torch.float64)(func(*given, **options))

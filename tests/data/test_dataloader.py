@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from distmp.data import loading
 from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.data.order import sample_indices
+from distmp.data.streams import sample_checksum
 from distmp.distributed import roll_call
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
@@ -350,6 +352,14 @@ def test_streams_of_other_samples_on_ranks_are_refused_in_evaluation() -> None:
     samples = rows(targets=[[n] for n in range(first, first + 5)])
     with pytest.raises(ConfigError, match=r"dataset = 4 samples of a stream, checksum"):
         list(DataLoader(samples.to_iterable_dataset(), 4, 2).once())
+
+
+@ranks(2)
+def test_streams_are_compared_by_content_only_once() -> None:
+    samples = rows(targets=[[n] for n in range(12)]).to_iterable_dataset()
+    with mock.patch("distmp.data.evaluation.sample_checksum", wraps=sample_checksum) as checksum:
+        assert len(list(DataLoader(samples, 4, 2).once())) == 3
+    assert checksum.call_count == 1
 
 
 def test_default_step_is_one_microbatch_per_rank() -> None:

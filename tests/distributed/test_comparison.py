@@ -54,6 +54,14 @@ def test_lists_of_numbers_are_compared() -> None:
     assert "'weight'" not in repr(found)
 
 
+@pytest.mark.parametrize("container", [list, tuple])
+def test_containers_of_tensors_are_left_out(container: type) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.5)
+    optimizer.param_groups[0]["betas"] = container([torch.tensor(0.9)])
+    assert not any("betas" in name for name in describe_param_groups(optimizer))
+    assert "betas" not in repr(hyperparameters(optimizer))
+
+
 @pytest.mark.parametrize("lr", [torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.bfloat16)])
 def test_tensors_of_one_number_are_compared(lr: torch.Tensor) -> None:
     optimizer = torch.optim.SGD([torch.zeros(2)], lr=lr)

@@ -74,8 +74,21 @@ def test_overflow_on_one_rank_skips_all() -> None:
                 model.module[3].bias.grad.fill_(torch.inf)
             optimizer.step()
             scheduler.step()
-            reported.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
-        assert reported == [(False, 256), (True, 128), (False, 128), (False, 128)]
+            scaler = accelerator.scaler
+            reported.append(
+                (
+                    optimizer.step_was_skipped,
+                    scaler.get_scale(),
+                    scaler.total_skips,
+                    scaler.consecutive_skips,
+                )
+            )
+        assert reported == [
+            (False, 256, 0, 0),
+            (True, 128, 1, 1),
+            (False, 128, 1, 0),
+            (False, 128, 1, 0),
+        ]
         assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.5**6)  # twice per step: 2 ranks
         weights = {k: v for k, v in model.module.state_dict().items() if k != "3.bias"}
         assert same_on_all_ranks([value.tolist() for value in weights.values()])
@@ -526,16 +539,22 @@ def test_only_explicit_policy_changes_matmul_switches() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ending"),
+    [
+        (torch.bfloat16, "was bfloat16); policy='bf16-pure,accumulate=bf16' trains bfloat16 "),
+        (torch.float16, "was float16)"),
+    ],
+)
 @ranks(1)
-def test_16_bit_weights_become_fp32_with_warning() -> None:
+def test_16_bit_weights_become_fp32_with_warning(dtype: torch.dtype, ending: str) -> None:
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         accelerator = Accelerator()
-        model = accelerator.prepare_model(make_model().bfloat16())
+        model = accelerator.prepare_model(make_model().to(dtype))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     (call,) = warning.call_args_list
-    assert "6 parameters become float32 ('0.weight' was bfloat16); policy='bf16-pure" in (
-        call.args[0] % call.args[1:]
-    )
+    text = (call.args[0] % call.args[1:]).removesuffix("parameters as they are")
+    assert text.endswith(f"6 parameters become float32 ('0.weight' {ending}")
 
 
 def train(package: Any, *positional: Any, **keywords: Any) -> tuple[list[float], list[Tensor]]:

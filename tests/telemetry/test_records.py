@@ -291,12 +291,16 @@ def test_damaged_line_does_not_end_a_run(path: Path) -> None:
         write_steps(writer, 1)
         good = path.read_bytes()
         path.unlink()  # as an editor does to replace the file
-        path.write_bytes(good + b"a note\n")
+        path.write_bytes(good + b"a note\n{")
         write_steps(writer, 2)
         writer.add_validation(2, 1.5, {})
-        path.write_bytes(good)
         write_steps(writer, 3)
+    assert path.read_bytes().splitlines()[1] == b"a note"
+    path.write_bytes(path.read_bytes().replace(b"a note\n", b""))
     assert _steps(path) == [1, 2, 3]
+    assert len(messages) == 2
+    assert messages[0] == f"{path} has vanished; later records go to a new file"
+    assert messages[1].startswith("the validation after step 2 is not recorded: ")
     assert "line 2: not a step record" in messages[1]
     path.write_bytes(b"a note\n")
     with pytest.raises(RecordError, match="line 1: not a step record"):

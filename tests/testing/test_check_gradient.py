@@ -99,6 +99,7 @@ def drop_path(x: Tensor, training: bool) -> Tensor:
 
 DRAWN = {
     "drop path": drop_path,
+    "dropout without training": lambda x, _: torch.native_dropout(x, 0.3, False)[0],
     "noise": lambda x, training: x + torch.randn_like(x) * torch.empty_like(x).uniform_(),
     "LayerDrop": lambda x, training: x * (random.random() < 0.7),
     "numpy": lambda x, training: x * float(np.random.rand()),

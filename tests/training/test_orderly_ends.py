@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -54,7 +55,7 @@ def time_limit(trainer: Trainer) -> TimeLimit:
     return next(found for found in trainer.callbacks if isinstance(found, TimeLimit))
 
 
-def set_time(trainer: Trainer, minutes: float | None, clock: Callable[[], float]) -> None:
+def set_time(trainer: Trainer, minutes: float, clock: Callable[[], float]) -> None:
     """Set the time limit of a job that started at 0 s, and what the time is."""
     limit = time_limit(trainer)
     limit._minutes, limit._job_started, limit._first_save = minutes, 0.0, 2.0
@@ -115,7 +116,7 @@ def test_signal_to_any_rank_stops_and_saves_all(tmp_path: Path) -> None:
 @ranks(2)
 def _time_is_over_on_rank_1(directory: Path) -> None:
     limited = trainer(directory, "--max-minutes=5")
-    minutes = 5.0 if limited.world.rank == 1 else None
+    minutes = 5.0 if limited.world.rank == 1 else math.inf
     # A minute per step: in the fifth there is not enough time left for a save.
     set_time(limited, minutes, lambda: 60.0 * limited.progress.step)
     assert not limited.run(StopSignals())

@@ -108,13 +108,13 @@ def test_other_model_or_data_is_dangerous(now: dict[str, Any], line: str) -> Non
 
 
 def test_hidden_values_are_not_compared_silently() -> None:
-    def of(column: str) -> dict[str, Any]:
-        options = {"text_key": column}
+    def of(secret: str) -> dict[str, Any]:
+        options = {"api_key": secret}
         return numbers({"data": {"source": f"{__name__}:Data", "options": options}})
 
     found = changes_since(of("question"), of("answer"))
     assert found.consequential == {
-        "data.options": 'data.options: {"text_key": "***"} (may be other values, because those of '
+        "data.options": 'data.options: {"api_key": "***"} (may be other values, because those of '
         "secrets are not compared)"
     }
 

@@ -9,24 +9,36 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from distmp.training.callbacks import stopping
 from distmp.training.callbacks.stopping import TimeLimit, job_started
+from tests.ranks import ranks
 
 ANYTHING: Any = None
 
 
 def time_limit(
-    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, minutes: float | None
+    monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, minutes: float
 ) -> TimeLimit:
-    """Return the limit of a job that started at 1000 s and saves `clock.state_bytes`."""
+    """Return the limit of a job that started at 1000 s."""
     monkeypatch.setattr(stopping, "job_started", lambda: 1000.0)
     monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: clock.now))
-    engine = SimpleNamespace(
-        state_dict=lambda: {"weight": SimpleNamespace(nbytes=clock.state_bytes)}
+    return TimeLimit(minutes)
+
+
+def of_state(state: dict[str, torch.Tensor], rank: int = 0, world_size: int = 1) -> Any:
+    """Return what `TimeLimit` uses of a trainer."""
+    return SimpleNamespace(
+        engine=SimpleNamespace(state_dict=lambda: state),
+        world=SimpleNamespace(rank=rank, world_size=world_size),
     )
-    run: Any = SimpleNamespace(config=SimpleNamespace(max_minutes=minutes), engine=engine)
-    return TimeLimit(run)
+
+
+def without_memory(size: float) -> torch.Tensor:
+    return torch.empty(int(size), dtype=torch.uint8, device="meta")
 
 
 def spent_at(limit: TimeLimit, clock: SimpleNamespace) -> float:
@@ -56,11 +68,12 @@ def test_time_reserve_covers_steps_save_and_exit(
     expected: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(now=1000.0, state_bytes=state_bytes)
+    clock = SimpleNamespace(now=1000.0)
+    trainer = of_state({"weight": without_memory(state_bytes)})
     limit = time_limit(monkeypatch, clock, 10.0)
     for seconds in steps:
         step: Any = SimpleNamespace(seconds=seconds)
-        limit.on_step_launched(ANYTHING, step)
+        limit.on_step_launched(trainer, step)
     if save is not None:
         for seconds in (save, save / 2):
             limit.on_save(ANYTHING, 1, seconds)
@@ -68,17 +81,31 @@ def test_time_reserve_covers_steps_save_and_exit(
 
 
 def test_first_save_includes_the_state_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=1000.0, state_bytes=100e6)
+    clock = SimpleNamespace(now=1000.0)
     limit = time_limit(monkeypatch, clock, 10.0)
-    clock.state_bytes = 300e6
+    state = {"weight": without_memory(100e6)}
+    trainer = of_state(state)
+    state["moments"] = without_memory(200e6)
     step: Any = SimpleNamespace(seconds=0.0)
-    limit.on_step_launched(ANYTHING, step)
+    limit.on_step_launched(trainer, step)
     assert spent_at(limit, clock) == pytest.approx(600 - 5 - 1.5 * (2 + 3), abs=0.2)
 
 
-def test_time_without_limit_is_never_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = time_limit(monkeypatch, SimpleNamespace(now=1e12, state_bytes=0), None)
-    assert limit.stop_reason(ANYTHING) is None
+@ranks(2)
+def test_first_save_is_estimated_from_what_this_rank_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    limit = time_limit(monkeypatch, clock, 10.0)
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "sharded": DTensor.from_local(without_memory(100e6), mesh, [Shard(0)]),
+        "first replica": without_memory(200e6),
+        "second replica": without_memory(200e6),
+    }
+    step: Any = SimpleNamespace(seconds=0.0)
+    limit.on_step_launched(of_state(state, torch.distributed.get_rank(), 2), step)
+    assert spent_at(limit, clock) == pytest.approx(600 - 5 - 1.5 * (2 + 3), abs=0.2)
 
 
 @pytest.mark.nightly

@@ -31,27 +31,22 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
     """
     config = run.config
     ema = Ema(config.ema) if config.ema.decay > 0 else None
+    patience = config.early_stopping.patience
+    held_out = length_of(run.model_and_data.datasets.validation)
     return [
         checks.LeaseCheck(),
         Profiling(run),
         StragglerDetection(run),
-        TimeLimit(run),
+        *([] if config.max_minutes is None else [TimeLimit(config.max_minutes)]),
         StepLogger(run),
         checks.RankConsistency(ema),
         checks.AdapterCheck(),
         *([] if ema is None else [ema]),
         Validation(run, ema, checkpointing.writer),
-        *_early_stopping(run, checkpointing),
+        *([EarlyStopping(config, checkpointing, held_out)] if patience else []),
         *users,
         checkpointing,
     ]
-
-
-def _early_stopping(run: Run, checkpointing: Checkpointing) -> list[Callback]:
-    if not run.config.early_stopping.patience:
-        return []
-    held_out = length_of(run.model_and_data.datasets.validation)
-    return [EarlyStopping(run.config, checkpointing, held_out)]
 
 
 def load_callbacks(entries: Sequence[Entry]) -> list[Callback]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -10,12 +11,15 @@ from typing import Any
 
 import psutil
 
+from distmp.checkpoint.snapshot import written_here
 from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
-from distmp.training.run import Run
+from distmp.utils.dtypes import local_values
+
+logger = logging.getLogger("distmp")
 
 # The next steps are expected to take as long as the slowest of this many recent ones.
 _STEPS_REMEMBERED = 50
@@ -48,12 +52,11 @@ class TimeLimit(Callback):
     a half times the longest save, and five seconds.
 
     Args:
-        run: The run.
+        minutes: Minutes from the start of the job.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._minutes = run.config.max_minutes
-        self._engine = run.engine
+    def __init__(self, minutes: float) -> None:
+        self._minutes = minutes
         # Until a save has been measured.
         self._first_save = _FIRST_SAVE_SECONDS
         self._longest_save: float | None = None
@@ -62,8 +65,10 @@ class TimeLimit(Callback):
 
     def on_step_launched(self, trainer: TrainingLoop, step: PendingStep) -> None:
         """Record how long the step took, and estimate how long its save would take."""
-        if not self._steps and self._minutes is not None:  # the optimizer has its state now
-            saved_bytes = sum(tensor.nbytes for tensor in self._engine.state_dict().values())
+        if not self._steps:  # the optimizer has its state now
+            state, world = trainer.engine.state_dict(), trainer.world
+            written = written_here(state, world.rank, world.world_size)
+            saved_bytes = sum(local_values(tensor).nbytes for tensor in written.values())
             self._first_save += saved_bytes / _FIRST_SAVE_BYTES_PER_SECOND
         self._steps.append(step.seconds)
 
@@ -73,8 +78,6 @@ class TimeLimit(Callback):
 
     def stop_reason(self, trainer: TrainingLoop) -> str | None:
         """Stop if the remaining time only suffices to save and exit. Ranks may disagree."""
-        if self._minutes is None:
-            return None
         left = self._job_started + 60 * self._minutes - time.time()
         slowest = max(self._steps, default=0.0)
         save = self._first_save if self._longest_save is None else self._longest_save
@@ -102,14 +105,14 @@ class EarlyStopping(Callback):
     ) -> None:
         self._checkpointing = checkpointing
         self._config = config.early_stopping
-        settings = (config.validation.final_samples, config.validation.samples)
         most = math.inf if held_out is None else held_out
-        self._final_counts = len({min(n or most, most) for n in settings}) == 1
+        samples = min(config.validation.samples, most)
+        self._final_counts = samples == min(config.validation.final_samples or most, most)
         # Values of another metric, direction or held-out data cannot be compared.
         self._compared = {
             "metric": self._config.metric,
             "maximizes": self._config.maximizes,
-            "samples": config.validation.samples,
+            "samples": samples,
             "validation_path": config.data.validation_path,
         }
         self._restart()
@@ -129,6 +132,9 @@ class EarlyStopping(Callback):
         if state.items() >= self._compared.items():
             for name in _STATE:
                 setattr(self, f"_{name}", state[name])
+        else:
+            changed = dict(self._compared.items() - state.items())
+            logger.warning("early stopping drops the best value so far, because of %s", changed)
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 

@@ -9,8 +9,7 @@ from typing import Any
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.data.evaluation import evaluation_batches
-from distmp.data.loading import check_same_data, is_stream
-from distmp.data.order import Division
+from distmp.data.loading import check_same_data
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.engine.average import WeightAverage
@@ -115,10 +114,8 @@ class Validation(Callback):
         A validation that was interrupted is repeated, and the last one of a shorter run, which came
         after its save.
         """
-        if self._dataset is not None and not is_stream(self._dataset):
-            each = Division(0, 1, 1, rank=0, world_size=1)
-            group, setting = trainer.world.group, "data.source (validation)"
-            check_same_data(self._dataset, each, group, setting)
+        if self._dataset is not None:
+            check_same_data(self._dataset, 1, trainer.world.group, "data.source (validation)")
         step = trainer.progress.step
         is_due = self._is_due(trainer) or self._former_end == step < self._end
         if is_due and self._step != step:

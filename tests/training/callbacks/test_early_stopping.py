@@ -103,8 +103,8 @@ def test_resumed_run_keeps_its_patience_count(tmp_path: Path) -> None:
     path = first.directory.checkpoints / "step-000010"
     other = trainer(tmp_path / "other", resume=str(path))
     assert messages(other) == [
-        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}, but in "
-        "the run that this one continues",
+        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}: an "
+        "earlier run has it, or no save succeeded",
         "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
         "(early_stopping.patience)",
     ]
@@ -248,7 +248,9 @@ def test_values_of_another_metric_are_not_compared(before: dict[str, str]) -> No
 @pytest.mark.parametrize(
     "other", [{"validation": {"every": 1, "samples": 8}}, {"data": {"validation_path": "b"}}]
 )
-def test_values_of_other_held_out_data_are_not_compared(other: dict[str, Any]) -> None:
+def test_values_of_other_held_out_data_are_not_compared(
+    other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     base: dict[str, Any] = {
         "early_stopping": {"patience": 2},
         "validation": {"every": 1, "samples": 4},
@@ -263,6 +265,25 @@ def test_values_of_other_held_out_data_are_not_compared(other: dict[str, Any]) -
         stopping.on_validation(watched, float(step), {})
         state = stopping.state_dict()
         assert watched.kept == step
+    assert "early stopping drops the best value so far, because of {" in caplog.messages[-1]
+
+
+def test_more_samples_than_there_are_make_no_other_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state: dict[str, Any] = {}
+    for samples in (128, 256):
+        values = {"early_stopping": {"patience": 2}, "validation": {"every": 1, "samples": samples}}
+        watched: Any = Watched(from_mapping(RunConfig, values))
+        stopping = EarlyStopping(watched.config, watched, 100)
+        if state:
+            stopping.load_state_dict(state)
+        else:
+            watched.step = 4
+            stopping.on_validation(watched, 1.0, {})
+        state = stopping.state_dict()
+        assert watched.kept == 4
+    assert not caplog.messages
 
 
 def test_rollback_to_checkpoint_without_values_counts_from_the_start() -> None:
