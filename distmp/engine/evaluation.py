@@ -206,9 +206,11 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Parents first, as each sets its children, too. Parts that were in evaluation mode stay so.
+        # Parents first, as their own methods set their children, too.
         for part, mode in modes:
-            if part.training != mode:
+            if type(part).train is nn.Module.train:
+                part.training = mode
+            elif part.training != mode:
                 part.train(mode)  # may do more, such as separating merged adapters
 
 
