@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from numbers import Real
 from typing import Any
 
 import torch
@@ -309,9 +308,10 @@ def _check_rate(index: int, rate: Any) -> None:
     """Refuse an invalid rate. The value of a tensor is not read, as that would synchronize."""
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return
-    is_number = isinstance(rate, Real) and not isinstance(rate, bool)
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
     name = f"optimizer.param_groups[{index}]['lr']"
-    require(is_number and 0 <= rate <= _LARGEST, name, rate, "use 0 or more, in the range of FP32")
+    problem = "use a float of 0 or more, in the range of FP32; convert other numbers by float(rate)"
+    require(is_number and 0 <= rate <= _LARGEST, name, rate, problem)
 
 
 def _version(rate: Any) -> int:
