@@ -208,10 +208,9 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         # Parents first, as their own methods set their children, too.
         for part, mode in modes:
-            if type(part).train is nn.Module.train:
-                part.training = mode
-            elif part.training != mode:
+            if part.training != mode and type(part).train is not nn.Module.train:
                 part.train(mode)  # may do more, such as separating merged adapters
+            part.training = mode
 
 
 T = TypeVar("T")

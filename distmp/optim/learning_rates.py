@@ -262,21 +262,19 @@ class LearningRates:
             )
 
     def _check_row(self, update: int) -> None:
+        kind = type(self._schedule).__name__
         if update >= len(self._rows):
-            raise ConfigError(
-                "schedule",
-                type(self._schedule).__name__,
+            problem = (
                 f"has no learning rate for update {update + 1} ({self._end}); build it for all "
-                "updates of the run (OneCycleLR: total_steps)",
-            ) from self._end
+                "updates of the run (OneCycleLR: total_steps)"
+            )
+            raise ConfigError("schedule", kind, problem) from self._end
         for rate in self._rows[update]:
-            if not -ROUNDING <= rate <= _LARGEST:
-                raise ConfigError(
-                    "schedule",
-                    type(self._schedule).__name__,
-                    f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or "
-                    "more, in the range of FP32, in every update of the run",
-                )
+            problem = (
+                f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or more, "
+                "in the range of FP32, in every update of the run"
+            )
+            require(-ROUNDING <= rate <= _LARGEST, "schedule", kind, problem)
 
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""
