@@ -2,7 +2,8 @@
 
 A value is hidden if its name looks like that of a secret (`api_key`, `DB_PASSWORD`, `auth`), or if
 it is part of a URL (`https://user:password@host`). Only names are checked: a secret under another
-name is not recognized.
+name is not recognized. Values of names of columns (`text_key`), special tokens (`pad_token`) and
+numbers of tokens (`max_tokens`) are shown, unless these are environment variables.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _SECRETS = re.compile(
 # Columns, special tokens, and numbers of tokens. All others remain secrets, because a key or token
 # may have the name of any service.
 _NO_SECRETS = re.compile(
-    r"(?:^|_)(?:(?:answer|audio|caption|chosen|column|context|feature|image|input|instruction|label|"
+    r"(?:(?:answer|audio|caption|chosen|column|context|feature|image|input|instruction|label|"
     r"mask|messages|metric|output|prompt|query|question|rejected|response|sort|target|text|video)"
-    r"_keys?|(?:batch|bos|class|cls|context|end|eos|image|mask|max|min|new|num|pad|sep|special|"
-    r"start|stop|text|total|unk|until|video)_tokens?)$"
+    r"_keys?|(?:batch|bos|class|cls|context|end|eos|image|mask|max|max_new|min|num|pad|sep|special|"
+    r"start|stop|text|total|unk|until|video)_tokens?)"
 )
 # Anywhere in a name. For these names, numbers are hidden too.
 _ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
@@ -52,9 +53,10 @@ _LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
 
 def is_secret(name: str) -> bool:
     """Return whether a setting, an environment variable or a header of this name is a secret."""
-    words = _words(name)
-    ends = _SECRETS.search(words) is not None and _NO_SECRETS.search(words) is None
-    return ends or _is_strong(words)
+    words, last = _words(name), name.rpartition(".")[2]
+    # Names of environment variables are in upper case.
+    is_shown = not last.isupper() and _NO_SECRETS.fullmatch(_words(last)) is not None
+    return (not is_shown and _SECRETS.search(words) is not None) or _is_strong(words)
 
 
 def masked(value: Any, name: str = "") -> Any:

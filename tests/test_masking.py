@@ -19,6 +19,8 @@ NAMES = (
     *("client_secret_value", "credentials", "cookie", "signature"),
     *("openai_key", "wandb_key", "hub_token", "ssh_key", "id_token", "apikey", "secret_text_key"),
     *("license_key", "encryption_key", "session_token", "context_api_key", "tokens", "user_keys"),
+    *("NEW_TOKEN", "START_TOKEN", "VIDEO_KEY", "INPUT_KEY", "azure_text_key", "new_token"),
+    *("azure_openai_context_key", "loader.AUDIO_KEY"),
 )
 
 
@@ -36,7 +38,7 @@ def test_secret_names_are_masked(name: str) -> None:
     [
         *("token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"),
         *("precision.phases.until_tokens", "data.options.text_key", "labelKey", "query_keys"),
-        *("pad_token", "model.options.max_tokens", "MAX_NEW_TOKENS", "sort_key"),
+        *("pad_token", "model.options.max_tokens", "max_new_tokens", "sort_key", "audio_key"),
     ],
 )
 def test_other_names_are_not_masked(name: str) -> None:

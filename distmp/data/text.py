@@ -39,7 +39,7 @@ def list_text_files(
     Args:
         directory: The directory to search.
         pattern: Glob on the relative path: `*`, `?` and `[...]` match within one name, `**` matches
-            directories. Hidden names are skipped, links to directories are followed.
+            directories. Hidden names are skipped, links to other directories followed.
         skipped_directories: Names of directories to skip.
         setting: Name of the setting that holds the directory, for error messages.
 

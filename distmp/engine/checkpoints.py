@@ -113,9 +113,9 @@ def check_optimizer(engine: SavedEngine, checkpoint: StoredCheckpoint) -> None:
     own = described_optimizer(engine)[OPTIMIZER]
     stored = checkpoint.state.numbers.get(OPTIMIZER, own)
     problem = (
-        f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; build the "
-        f"engine with {stored[0]} (optim.name), or start with new optimizer state: "
-        "engine.load(directory, optimizer=False)"
+        f"has the state of the optimizer {stored[0]}, and this engine has {own[0]}; continue with "
+        f"{stored[0]}, or with its weights only: engine.load(directory, optimizer=False), or in "
+        "the trainer a new run with model.weights, from `distmp export`"
     )
     require(not {*stored}.isdisjoint(own), "directory", str(checkpoint), problem)
 

@@ -357,6 +357,7 @@ class Engine:
 
         Raises:
             ConfigError: If no rank has a microbatch.
+            TrainingError: If an interrupted update has left the weights incomplete.
         """
         return self.evaluate_metrics(microbatches, {}).loss
 
@@ -379,6 +380,7 @@ class Engine:
         Raises:
             ConfigError: If a metric returns something else, there is no output, or no rank has a
                 microbatch.
+            TrainingError: If an interrupted update has left the weights incomplete.
         """
         # Ranks with other metrics would wait for each other in the all-reduce.
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
@@ -619,6 +621,7 @@ class Engine:
             ConfigError: If `state` lacks a weight, or has an unknown one or another shape, if
                 `directory` is named like a file (`model.safetensors`), or if `max_shard_size` is
                 not positive.
+            TrainingError: If an interrupted update has left the weights incomplete.
         """
         from distmp.export.running import save_weights
 

@@ -206,10 +206,11 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Parents first, as each sets its children, too. Parts that were in evaluation mode stay so.
+        # Parents first, as their own methods set their children, too.
         for part, mode in modes:
-            if part.training != mode:
+            if part.training != mode and type(part).train is not nn.Module.train:
                 part.train(mode)  # may do more, such as separating merged adapters
+            part.training = mode
 
 
 T = TypeVar("T")

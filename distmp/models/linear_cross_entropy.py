@@ -112,19 +112,21 @@ def check_targets(targets: Tensor, logits_shape: tuple[int, ...]) -> None:
 
     Args:
         targets: int64 of any shape.
-        logits_shape: [..., vocabulary], for the targets or the flattened targets.
+        logits_shape: [..., vocabulary]; the targets have its shape without the last dimension, or
+            one of the two is flat.
 
     Raises:
         ConfigError: With both shapes, or with the range of the targets and the size of the
             vocabulary.
     """
-    *tokens, vocabulary_size = logits_shape
-    if tokens not in ([*targets.shape], [targets.numel()]):
+    tokens, vocabulary_size = torch.Size(logits_shape[:-1]), logits_shape[-1]
+    is_flat = 1 in (len(tokens), targets.dim()) and tokens.numel() == targets.numel()
+    if tokens != targets.shape and not is_flat:
         raise ConfigError(
-            "model",
-            f"logits of shape {tuple(logits_shape)}",
-            f"the targets have shape {tuple(targets.shape)}; return logits [batch, time, "
-            "vocabulary], and from the dataset inputs and targets of one shape",
+            "targets",
+            f"shape {tuple(targets.shape)}",
+            f"the logits have shape {tuple(logits_shape)}; use logits [batch, time, vocabulary], "
+            "and inputs and targets of one shape, [batch, time]",
         )
     fake = isinstance(targets, FakeTensor) or torch.compiler.is_compiling()
     if targets.device.type != "cpu" or fake or not targets.numel():

@@ -78,7 +78,7 @@ class AdamW(torch.optim.AdamW):
             param_group: The group.
 
         Raises:
-            ConfigError: If a tensor is complex or float16.
+            ConfigError: If a tensor is complex, or float16 and not frozen.
         """
         super().add_param_group(param_group)
         for tensor in param_group["params"]:
@@ -86,7 +86,8 @@ class AdamW(torch.optim.AdamW):
             problem = "is complex, and the moments are real; train torch.view_as_real of it"
             require(not tensor.is_complex(), "optimizer", shape, problem)
             problem = "is float16, in which the second moment underflows; use float32 or bfloat16"
-            require(tensor.dtype != torch.float16, "optimizer", shape, problem)
+            is_trained = tensor.requires_grad and tensor.dtype == torch.float16
+            require(not is_trained, "optimizer", shape, problem)
 
     def shard(self, starts: Mapping[Tensor, int]) -> None:
         """Set which elements of the flattened parameters the 1-dim shards hold; not for DTensors.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from numbers import Real
 from typing import Any
 
 import torch
@@ -263,21 +262,19 @@ class LearningRates:
             )
 
     def _check_row(self, update: int) -> None:
+        kind = type(self._schedule).__name__
         if update >= len(self._rows):
-            raise ConfigError(
-                "schedule",
-                type(self._schedule).__name__,
+            problem = (
                 f"has no learning rate for update {update + 1} ({self._end}); build it for all "
-                "updates of the run (OneCycleLR: total_steps)",
-            ) from self._end
+                "updates of the run (OneCycleLR: total_steps)"
+            )
+            raise ConfigError("schedule", kind, problem) from self._end
         for rate in self._rows[update]:
-            if not -ROUNDING <= rate <= _LARGEST:
-                raise ConfigError(
-                    "schedule",
-                    type(self._schedule).__name__,
-                    f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or "
-                    "more, in the range of FP32, in every update of the run",
-                )
+            problem = (
+                f"gives the learning rate {rate:g} for update {update + 1}; it must be 0 or more, "
+                "in the range of FP32, in every update of the run"
+            )
+            require(-ROUNDING <= rate <= _LARGEST, "schedule", kind, problem)
 
     def _extend(self, rows: int) -> None:
         """Compute at least this many rows and the one after them, unless the schedule ends."""
@@ -309,9 +306,10 @@ def _check_rate(index: int, rate: Any) -> None:
     """Refuse an invalid rate. The value of a tensor is not read, as that would synchronize."""
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return
-    is_number = isinstance(rate, Real) and not isinstance(rate, bool)
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
     name = f"optimizer.param_groups[{index}]['lr']"
-    require(is_number and 0 <= rate <= _LARGEST, name, rate, "use 0 or more, in the range of FP32")
+    problem = "use a float of 0 or more, in the range of FP32; convert other numbers by float(rate)"
+    require(is_number and 0 <= rate <= _LARGEST, name, rate, problem)
 
 
 def _version(rate: Any) -> int:

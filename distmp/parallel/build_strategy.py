@@ -79,9 +79,8 @@ def build_strategy(
         require(unchanged, "precision.policy.keep_fp32", f"{function}()", problem)
     if name not in settings.SHARDED_STRATEGIES and policy.casts_parameters:
         refuse_shared_memory(module, "policy", policy.name)
-    for setting in ("shard_optimizer", "reproducible"):
-        if getattr(accumulation, setting):
-            refuse_shared_memory(module, setting, "True")
+    if accumulation.shard_optimizer:
+        refuse_shared_memory(module, "shard_optimizer", "True")
     blocks: dict[str, nn.Module] = {}
     if policy.has_low_precision_matmuls:
         blocks = outermost(module, find_blocks(module, config.sharding.wrap))

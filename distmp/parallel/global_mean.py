@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,7 +21,6 @@ from distmp.distributed.comparison import Fingerprint
 from distmp.errors import ConfigError, listed, require
 from distmp.parallel import fsdp_internals
 from distmp.parallel.fsdp_internals import GradientReduction
-from distmp.parallel.module_buffers import ModuleTree
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
@@ -108,14 +107,15 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
 
 
 # The parts and the frozen parameters of modules whose other parameters are reduced: a walk through
-# them takes long.
-_checked: WeakKeyDictionary[nn.Module, tuple[ModuleTree, list[nn.Parameter]]] = WeakKeyDictionary()
+# them takes long. Without references to modules, which would keep their root alive.
+_checked: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def _check_all_reduced(module: nn.Module) -> None:
     """Refuse trainable parameters beside the wrapped parts of a module."""
-    tree, frozen = _checked.get(module, (None, []))
-    if tree is not None and tree.is_unchanged() and not any(each.requires_grad for each in frozen):
+    parts, frozen = _checked.get(module, ((), []))
+    is_known = all(part in parts for part in module.modules())
+    if is_known and not any(each.requires_grad for each in frozen):
         return
     wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
     for part in module.modules():
@@ -139,7 +139,7 @@ def _check_all_reduced(module: nn.Module) -> None:
         reduced = id(parameter) in wrapped or is_dtensor(parameter) or not parameter.requires_grad
         require(reduced, "module", name, problem)
     frozen = [each for each in module.parameters() if not each.requires_grad]
-    _checked[module] = ModuleTree(module), frozen
+    _checked[module] = WeakSet(module.modules()), frozen
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
@@ -478,7 +478,7 @@ def _factor(node: Any, *, host_waits: bool) -> float:
 def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError("module", type(module).__name__, "must be the torch.nn.Module to train")
-    if not _is_number(microbatches) or microbatches < 1 or microbatches % 1:
+    if not (_is_number(microbatches) and isinstance(microbatches, Integral) and microbatches >= 1):
         raise ConfigError("microbatches", microbatches, "must be 1 or more")
     if group is not None and not isinstance(group, Group):
         raise ConfigError("group", group, "use a process group that has this rank, or a mesh")

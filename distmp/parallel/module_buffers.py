@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from distmp.distributed.comparison import check_same, describe_model
 from distmp.utils.dtypes import as_sent
+from distmp.utils.tensor_trees import tensors_in
 
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
@@ -71,20 +73,18 @@ class BufferBatches:
     def current(self) -> list[dict[str, Tensor]]:
         """Return the buffers that are not empty, see `_grouped`."""
         if not self._tree.is_unchanged():
-            self._copy_replaced()
             self._tree, self._batches = ModuleTree(self._module), _grouped(self._module)
         return self._batches
 
-    def _copy_replaced(self) -> None:
-        """Register copies of buffers that are other tensors now.
-
-        Forward may have assigned a part of its inputs, which is not ours to write to.
-        """
-        known = {id(buffer) for batch in self._batches for buffer in batch.values()}
+    def copy_parts_of(self, inputs: Any) -> None:
+        """Register copies of buffers in the memory of inputs, which is not ours to write to."""
+        if self._tree.is_unchanged():
+            return
+        of_inputs = {*map(_memory, tensors_in(inputs))}
         copies: dict[int, Tensor] = {}
         for part in self._module.modules():
             for name, buffer in part._buffers.items():
-                if buffer is not None and id(buffer) not in known and _is_written(buffer):
+                if buffer is not None and _memory(buffer) in of_inputs:
                     part._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
 
 
@@ -151,6 +151,14 @@ class ModuleBuffers:
         if index > 0:
             _restore(self._before)
 
+    def copy_parts_of(self, batch: Any) -> None:
+        """Keep copies of what forward has assigned to buffers from a batch.
+
+        Args:
+            batch: The microbatch.
+        """
+        self._batches.copy_parts_of(batch)
+
     def end_step(self, skipped: Tensor, differ: Tensor | None = None) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
 
@@ -205,8 +213,8 @@ class BufferValues:
     """Copies of a module's buffers by name, which can be written back.
 
     Buffers that are registered later are left unchanged, and so are those that have another shape,
-    such as a table of positions that grew with the sequence. Another buffer that is replaced gets
-    the value of the former one in its dtype.
+    such as a table of positions that grew with the sequence. Another tensor that replaces a buffer
+    is overwritten with the former values, in its own dtype.
 
     Args:
         batches: The buffers.
@@ -279,19 +287,22 @@ def repeats_elements(tensor: Tensor) -> bool:
     )
 
 
-def _is_written(buffer: Tensor) -> bool:
-    return buffer.numel() > 0 and not repeats_elements(buffer)
+def _memory(tensor: Tensor) -> int:
+    """Return a number that all views of one tensor have in common."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _grouped(module: nn.Module) -> list[dict[str, Tensor]]:
     """Group buffers by device and dtype, up to `BATCH_BYTES` or one buffer.
 
-    Without those that are empty or cannot be written to.
+    Without those that are empty or cannot be written to, and views of parameters, whose updates
+    they show.
     """
+    of_parameters = {*map(_memory, module.parameters())}
     batches: list[dict[str, Tensor]] = []
     last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
     for name, buffer in module.named_buffers():
-        if not _is_written(buffer):
+        if buffer.numel() == 0 or repeats_elements(buffer) or _memory(buffer) in of_parameters:
             continue
         kind = (buffer.device, buffer.dtype)
         batch, nbytes = last.get(kind, ({}, 0))

@@ -363,7 +363,7 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
 
     Args:
         module: The model.
-        setting: Name of the setting that moves parameters to other memory, or reverts buffers.
+        setting: Name of the setting that moves parameters to other memory.
         value: Value of that setting.
 
     Raises:
@@ -382,8 +382,8 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
         for start, end, name, is_parameter in sorted(of_storage):
             before = max(furthest.values()) if is_parameter else furthest[True]
             problem = (
-                f"would separate or revert {before[1]!r} and {name!r}, which share memory; assign "
-                "one nn.Parameter to both modules, or make the view in forward"
+                f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
+                "nn.Parameter to both modules, or make the view in forward"
             )
             require(start >= before[0], setting, value, problem)
             furthest[is_parameter] = max(furthest[is_parameter], (end, name))

@@ -638,11 +638,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 "train one model, make them decide together: "
                 "DistributedGradScaler(optimizers=[...])"
             )
-        if scales_differ:
-            raise TrainingError(
-                "the loss scale differs between ranks; use the same arguments, the same state and "
-                "the same calls of DistributedGradScaler on every rank"
-            )
+        _check_scales(scales_differ)
         if never_scaled:
             warnings.warn(
                 "no rank has ever called scale(), so gradients are divided by a loss scale that "
@@ -716,6 +712,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the state is empty.
+            TrainingError: If ranks took the last step with different loss scales.
         """
         if not self._enabled:
             return
@@ -724,12 +721,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
             )
+        # Of the last iteration, only the skips and the end of its scale belong to the former state.
+        unread, self._unread = self._unread, None
+        _check_scales(unread is not None and unread.read()[3])
         stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
         self._init_counts = _Counts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
         self._init_scale = self._rules.restored(state_dict["scale"])
         self._report_differences(state_dict)
-        self._unread = None
         if self._scale is not None:
             device = self._scale.device
             self._loss_scale = None
@@ -776,6 +775,14 @@ class _Counts(NamedTuple):
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
+
+
+def _check_scales(differ: float) -> None:
+    if differ:
+        raise TrainingError(
+            "the loss scale differs between ranks; use the same arguments, the same state and "
+            "the same calls of DistributedGradScaler on every rank"
+        )
 
 
 def _distinct(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

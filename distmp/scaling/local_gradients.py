@@ -6,7 +6,9 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +21,8 @@ from distmp.utils.dtypes import is_dtensor
 from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 
 class LocalGradient(NamedTuple):
@@ -94,24 +97,29 @@ def _local(gradient: Tensor, group: dist.ProcessGroup | None = None) -> LocalGra
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
     if is_dtensor(gradient):
-        return LocalGradient(gradient.to_local(), _shards(gradient, group))
+        shards = _shards(gradient.device_mesh, gradient.placements, group)
+        return LocalGradient(gradient.to_local(), shards)
     return LocalGradient(gradient, 1)
 
 
-def _shards(gradient: DTensor, group: dist.ProcessGroup | None) -> int:
-    if any(placement.is_partial() for placement in gradient.placements):
+# Cached: most gradients of an optimizer have the same mesh and placements.
+@lru_cache(maxsize=64)
+def _shards(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
+) -> int:
+    if any(placement.is_partial() for placement in placements):
         return 0
-    count = 1
-    for dimension, placement in enumerate(gradient.placements):
-        if not placement.is_replicate():
-            count *= gradient.device_mesh.size(dimension)
-            if group is not None:
-                _check_contains(group, gradient.device_mesh.get_group(dimension))
-    return count
+    sharded = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+    for dimension in sharded if group is not None else ():
+        _check_contains(group, mesh, dimension)
+    return math.prod(map(mesh.size, sharded))
 
 
-def _check_contains(group: dist.ProcessGroup, shards: dist.ProcessGroup) -> None:
-    ranks, own = dist.get_process_group_ranks(shards), dist.get_process_group_ranks(group)
+def _check_contains(group: dist.ProcessGroup | None, mesh: DeviceMesh, dimension: int) -> None:
+    # The ranks of the mesh, which may have no process groups.
+    lines = mesh.mesh.movedim(dimension, -1).reshape(-1, mesh.size(dimension)).tolist()
+    ranks = next(line for line in lines if dist.get_rank() in line)
+    own = dist.get_process_group_ranks(group)
     missing = sorted(set(ranks) - set(own))
     problem = f"lacks the ranks {missing}, which hold shards of a gradient; add them, or use None"
     require(not missing, "group", own, problem)

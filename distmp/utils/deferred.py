@@ -316,9 +316,9 @@ class _Recorder(_Seeded):
         kwargs = dict(kwargs or {})
         seed = self.next_seed(func)
         leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not is_fake and (tensors or not _is_deferred(func, args, kwargs)):
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        is_given = any(isinstance(leaf, Tensor | torch.Generator) for leaf in leaves)
+        if not is_fake and (is_given or not _is_deferred(func, args, kwargs)):
             return self.run_real(func, args, kwargs, seed)
         if func.overloadpacket in _READS or _writes_to_real(func, args, kwargs):
             args, kwargs = pytree.tree_map_only(FakeTensor, self._recording.value, (args, kwargs))

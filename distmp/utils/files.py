@@ -91,7 +91,8 @@ def visible_files(
 ) -> Iterator[str]:
     """Yield the relative paths of all files and broken links below a directory, with slashes.
 
-    Hidden names are skipped. Links to directories are followed, but each directory is listed once.
+    Hidden names are skipped. Links to directories elsewhere are followed, but each directory is
+    listed once: what is below `directory`, by its own name.
 
     Args:
         directory: The directory.
@@ -99,23 +100,30 @@ def visible_files(
         skipped_directories: Names of directories to skip.
 
     Raises:
-        ConfigError: If a directory cannot be listed.
+        ConfigError: If a directory cannot be listed, or a link leads to one that contains this one.
     """
 
     def unreadable(error: OSError) -> None:
         problem = f"cannot list {error.filename}: {error.strerror}"
         raise ConfigError(setting, str(directory), problem) from error
 
-    listed: set[str] = set()  # links may lead to one directory twice, or back to a parent
+    root = Path(os.path.realpath(directory))
+    names_of: dict[Path, str] = {}
+
+    def has_other_name(path: str) -> bool:
+        """Return whether the files of a directory are listed by another name."""
+        place = Path(os.path.realpath(path))
+        problem = f"the link {path} leads to a directory that contains this one; remove it"
+        require(place not in root.parents, setting, str(directory), problem)
+        is_below = os.path.islink(path) and place.is_relative_to(root)
+        return is_below or names_of.setdefault(place, path) != path
+
     for parent, directories, names in os.walk(directory, onerror=unreadable, followlinks=True):
-        if (place := os.path.realpath(parent)) in listed:
-            directories.clear()
-            continue
-        listed.add(place)
         # Sorted, so that every machine lists a directory under the same of its names.
-        directories[:] = sorted(
+        visible = sorted(
             f for f in directories if f not in skipped_directories and not f.startswith(".")
         )
+        directories[:] = [f for f in visible if not has_other_name(os.path.join(parent, f))]
         for name in names:
             path = os.path.join(parent, name)
             # Reading a broken link gives an error. Sockets and pipes are skipped: no file is lost.

@@ -106,26 +106,26 @@ MUTANTS = [
     Mutant(
         "nobody waits for the side stream of a reduction",
         REDUCTION,
-        "torch.cuda.current_stream(device).wait_stream(self._stream)",
+        "torch.cuda.current_stream(self._device).wait_stream(self._stream)",
         "pass",
         IN_BF16,
     ),
     Mutant(
         "the side stream waits for the current one, instead of the other way round",
         REDUCTION,
-        "torch.cuda.current_stream(device).wait_stream(self._stream)",
-        "self._stream.wait_stream(torch.cuda.current_stream(device))",
+        "torch.cuda.current_stream(self._device).wait_stream(self._stream)",
+        "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
         REDUCTIONS,
     ),
     Mutant(
         "the buffers of an exchange belong to the stream of backward",
         REDUCTION,
-        "        with self._side_stream(bucket.device):\n"
+        "        with self._side_stream(self._device):\n"
         "            exchange = Exchange(bucket, self._groups, self.comm_dtype, "
         "pairwise=self._pairwise)\n",
         "        exchange = Exchange(bucket, self._groups, self.comm_dtype, "
         "pairwise=self._pairwise)\n"
-        "        with self._side_stream(bucket.device):\n",
+        "        with self._side_stream(self._device):\n",
         IN_BF16,
     ),
     Mutant(

@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "evaluation leaves the model in evaluation mode",
         "distmp/engine/evaluation.py",
-        "submodule.training = True",
+        "part.training = mode",
         "pass",
     ),
     Mutant(

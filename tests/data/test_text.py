@@ -98,11 +98,22 @@ def test_skipped_directories_and_pipes_are_omitted(tmp_path: Path) -> None:
 
 def test_linked_directories_are_listed_once(tmp_path: Path) -> None:
     write(tmp_path, {"in/a.py": b"1", "in/v2/b.py": b"1", "elsewhere/c.py": b"1"})
-    (tmp_path / "in" / "shard").symlink_to("../elsewhere")
+    for link in ("shard", "twice"):
+        (tmp_path / "in" / link).symlink_to("../elsewhere")
     (tmp_path / "in" / "latest").symlink_to("v2")
     (tmp_path / "elsewhere" / "back").symlink_to("../in")
-    files = list_text_files(tmp_path / "in", "**/*.py")
-    assert [*files] == ["a.py", "latest/b.py", "shard/c.py"]
+    (tmp_path / "root").symlink_to("in")
+    for name in ("in", "root"):
+        files = list_text_files(tmp_path / name, "**/*.py")
+        assert [*files] == ["a.py", "shard/c.py", "v2/b.py"]
+
+
+def test_a_link_to_a_parent_is_refused_unless_it_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, {"in/a.py": b"1", "other/b.py": b"1"})
+    (tmp_path / "in" / "up").symlink_to("..")
+    with pytest.raises(ConfigError, match=r"the link .*in/up leads to a directory that contains"):
+        list_text_files(tmp_path / "in", "**/*.py")
+    assert [*list_text_files(tmp_path / "in", "**/*.py", ["up"])] == ["a.py"]
 
 
 @pytest.mark.parametrize("target", ["nowhere", "d.py"])

@@ -451,8 +451,8 @@ def test_the_state_of_another_optimizer_is_refused_or_left_out(
         other.load(tmp_path)
     assert str(caught.value) == (
         f"directory = {str(path)!r}: has the state of the optimizer AdamW, and this engine has "
-        "SGD; build the engine with AdamW (optim.name), or start with new optimizer state: "
-        "engine.load(directory, optimizer=False)"
+        "SGD; continue with AdamW, or with its weights only: engine.load(directory, "
+        "optimizer=False), or in the trainer a new run with model.weights, from `distmp export`"
     )
     assert_same_bits(snapshot(other), before)
     assert other.load(tmp_path, optimizer=False) == {"step": 2}

@@ -244,6 +244,25 @@ def test_parts_that_act_on_their_mode_are_trained_after_an_evaluation_as_without
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_parts_that_are_evaluated_in_training_keep_their_weights() -> None:
+    model = nn.Sequential(Adapted(), nn.Dropout(0.0))
+    engine = Engine(
+        model,
+        lambda module, batch: (module(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.01),
+        policy="fp32",
+        device="cpu",
+    )
+    model[0].eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(4, 4))  # rounded when it is separated and merged again
+    weight = model[0].weight.clone()
+    for _ in range(20):
+        engine.evaluate([torch.ones(2, 4)])
+    assert torch.equal(model[0].weight, weight)
+    assert [part.training for part in model.modules()] == [True, False, True]
+
+
 @ranks(2)
 def test_an_evaluation_in_inference_mode_leaves_the_engine_usable() -> None:
     engine = make_engine(policy="bf16", strategy="fsdp")

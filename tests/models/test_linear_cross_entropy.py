@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.memory import EXACT_MALLOC
 from distmp.data import IGNORED
+from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import MIN_ROWS, LossHead, linear_cross_entropy
 from tests.torchrun import python, run
 
@@ -76,6 +77,17 @@ def test_errors_do_not_exceed_those_of_full_logits(dtype: torch.dtype, scale: fl
     for whole, in_parts in zip(*errors, strict=True):
         # In 16 bits, the product of each part is rounded, and then their sum.
         assert in_parts <= 1.3 * whole + 1e-6
+
+
+def test_rows_and_targets_may_be_flat() -> None:
+    hidden, weight, targets = case(rows=6)
+    expected = linear_cross_entropy(hidden, weight, targets)
+    batched = hidden.view(2, 3, -1)
+    assert torch.equal(linear_cross_entropy(batched, weight, targets), expected)
+    assert torch.equal(linear_cross_entropy(hidden, weight, targets.view(2, 3)), expected)
+    said = r"targets = 'shape \(3, 2\)': the logits have shape \(2, 3, 1000\); use"
+    with pytest.raises(ConfigError, match=said):
+        linear_cross_entropy(batched, weight, targets.view(3, 2))
 
 
 @pytest.mark.gpu

@@ -254,11 +254,8 @@ def test_targets_outside_vocabulary_are_refused(takes: bool, target: int) -> Non
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda logits: logits.transpose(0, 1), r"logits of shape \(3, 2, 5\)': the targets have"),
-        (
-            lambda logits: logits[:, 1:],
-            r"logits of shape \(2, 2, 5\)': the targets have shape \(2,",
-        ),
+        (lambda logits: logits.transpose(0, 1), r"\(2, 3\)': the logits have shape \(3, 2, 5\)"),
+        (lambda logits: logits[:, 1:], r"\(2, 3\)': the logits have shape \(2, 2, 5\); use"),
         (lambda logits: (logits,), "'tuple': the model returned this; return logits"),
     ],
 )
@@ -279,7 +276,7 @@ def test_targets_of_another_shape_than_inputs_are_refused(
     model = Transformer(TransformerConfig(50, 16, 1, 16, 2, 32))
     model.takes_targets = takes
     inputs, targets = (torch.zeros(2, time, dtype=torch.int64) for time in times)
-    with pytest.raises(ConfigError, match=rf"the targets have shape \(2, {times[1]}\); return"):
+    with pytest.raises(ConfigError, match=rf"targets = 'shape \(2, {times[1]}\)': the logits"):
         next_token_loss(model, {"inputs": inputs, "targets": targets})
 
 

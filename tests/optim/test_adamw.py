@@ -218,6 +218,15 @@ def test_dtypes_that_cannot_hold_the_moments_are_refused(dtype: torch.dtype) -> 
         AdamW([torch.zeros(2, dtype=dtype, requires_grad=True)])
 
 
+def test_a_frozen_float16_tensor_has_no_moments() -> None:
+    frozen, trained = torch.ones(2, dtype=torch.float16), torch.ones(2, requires_grad=True)
+    optimizer = AdamW([frozen, trained])
+    trained.sum().backward()
+    optimizer.step()
+    assert frozen.tolist() == [1, 1]
+    assert (trained < 1).all()
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_options_of_torch_that_are_missing_are_refused(option: str) -> None:
     tensor = torch.zeros(2, requires_grad=True)

@@ -152,7 +152,7 @@ def test_rate_beyond_fp32_is_refused(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("rate", [0.3, np.float32(0.3), torch.tensor(0.3)])
+@pytest.mark.parametrize("rate", [0.3, np.float64(0.3), torch.tensor(0.3)])
 def test_group_rates_apply_without_schedule(on_device: bool, rate: Any) -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, None, CPU, on_device=on_device)
@@ -224,3 +224,10 @@ def test_gpu_rates_need_no_synchronization() -> None:
             applied += 1
     for step, pair in enumerate(torch.stack(found).tolist()):
         assert pair == pytest.approx([0.8 * 0.5**step, 0.1 * 0.5**step])
+
+
+def test_a_number_of_another_class_is_refused_because_states_leave_it_out() -> None:
+    optimizer = make_optimizer(0.8)
+    optimizer.param_groups[0]["lr"] = np.float32(0.3)
+    with pytest.raises(ConfigError, match=r"'lr'\] = .*convert other numbers by float\(rate\)"):
+        LearningRates(optimizer, None, CPU, on_device=False).set(torch.tensor(0), 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distmp
 from distmp.errors import ConfigError
 from tests.marks import nightly
-from tests.ranks import ranks
+from tests.ranks import ranks, run_ranks
 from tests.recording import no_waiting
 
 VARIANT_SPLITS = 10
@@ -341,6 +343,7 @@ HALF = torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
         ({"group": -100}, "group = -100: use a process group that has this rank, or a mesh"),
         ({"microbatches": 0}, "microbatches = 0: must be 1 or more"),
         ({"microbatches": True}, "microbatches = True: must be 1 or more"),
+        ({"microbatches": 2.0}, "microbatches = 2.0: must be 1 or more"),
         ({"microbatches": 1.5}, "microbatches = 1.5: must be 1 or more"),
         ({"divisor": 0}, "divisor = 0: must be a number above 0"),
     ],
@@ -525,6 +528,19 @@ def test_a_layer_that_is_replaced_after_a_call_is_refused() -> None:
     distmp.global_mean(ddp(torch.ones(2, 4)).sum(), 2, ddp)
     ddp.module[1] = nn.Linear(4, 4)
     assert "module.1.weight': no wrapper reduces its gradient" in refused(ddp)
+
+
+def test_a_sharded_model_is_freed_after_a_call() -> None:
+    run_ranks(free_sharded_model, 1)
+
+
+def free_sharded_model() -> None:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    distmp.global_mean(model(torch.ones(2, 4)).sum(), 2, model).backward()
+    parts = [weakref.ref(part) for part in model.modules()]
+    del model
+    gc.collect()
+    assert [part() for part in parts] == [None] * 3
 
 
 def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:

@@ -141,6 +141,24 @@ def test_buffers_that_forward_takes_from_its_inputs_do_not_overwrite_them() -> N
     assert model.last is model.same
 
 
+def test_an_evaluation_leaves_no_buffer_in_its_inputs() -> None:
+    model, inputs = Streaming(), batch(0, 0)
+    engine = Engine(model, loss, sgd, policy="fp32", device="cpu")
+    before = inputs.inputs.clone()
+    engine.evaluate([inputs])
+    model.last.zero_()
+    assert torch.equal(inputs.inputs, before)
+
+
+def test_a_buffer_that_is_assigned_between_steps_keeps_its_memory() -> None:
+    model = Normalised()
+    engine = Engine(model, loss, sgd, policy="fp32", device="cpu")
+    mask = torch.zeros_like(model.mask)
+    model.mask = mask
+    engine.step([batch(0, 0)])
+    assert model.mask is mask
+
+
 DTYPES = (
     torch.float32,
     torch.float64,

@@ -268,12 +268,19 @@ def test_three_ranks_are_refused() -> None:
     run_ranks(refuse, 3)
 
 
-def test_a_buffer_in_the_memory_of_a_parameter_is_refused() -> None:
-    model = make_model()
-    model.register_buffer("table", model.head.weight.data)
-    with pytest.raises(ConfigError, match=r"reproducible = 'True': .*'head\.weight' and 'table'"):
-        Engine(model, loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
-    torch.use_deterministic_algorithms(False)
+def test_a_buffer_in_the_memory_of_a_parameter_shows_its_updates() -> None:
+    weights = []
+    for shares in (True, False):
+        model = make_model()
+        if shares:
+            model.register_buffer("table", model.head.weight.detach())
+            model.transposed = model.head.weight.detach().t()
+        engine = Engine(model, loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
+        torch.use_deterministic_algorithms(False)
+        engine.step([samples(0, 2), samples(1, 2)])
+        weights.append(model.head.weight.detach().clone())
+        assert not shares or torch.equal(model.table, weights[0])
+    assert torch.equal(*weights)
 
 
 def test_three_microbatches_are_refused() -> None:

@@ -235,6 +235,20 @@ def test_a_loaded_state_ends_the_report_of_the_steps_before_it() -> None:
             apply(scaler, one_parameter(1.0))
 
 
+def test_a_loaded_state_does_not_hide_that_the_scale_differed_between_ranks() -> None:
+    run_ranks(load_after_different_scales, 2)
+
+
+def load_after_different_scales() -> None:
+    scaler = DistributedGradScaler("cpu", init_scale=2.0 ** (1 + dist.get_rank()))
+    state = scaler.state_dict()
+    with mock.patch.object(grad_scaler, "HostCopy", on_device):
+        apply(scaler, one_parameter(1.0))
+        with pytest.raises(TrainingError, match="the loss scale differs between ranks"):
+            scaler.load_state_dict(state)
+        scaler.load_state_dict(state)
+
+
 def on_device(tensor: Tensor) -> HostCopy:
     copied = HostCopy(tensor)
     copied.on_device = True

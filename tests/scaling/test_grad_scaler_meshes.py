@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -184,6 +184,22 @@ def test_a_group_without_all_ranks_that_hold_shards_is_refused() -> None:
     whole.grad = distribute_tensor(torch.arange(4.0), mesh["tp"], [Replicate()])
     norm = scaler.clip_grad_norm_(torch.optim.SGD([whole]), 1.0)
     assert norm.item() == pytest.approx(math.sqrt(14))
+
+
+@ranks(2)
+def test_a_mesh_without_process_groups_has_ranks() -> None:
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    sharded = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+    sharded.grad = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    optimizer = torch.optim.SGD([weight, sharded])
+    norms = DistributedGradScaler("cpu", enabled=False, group=dist.group.WORLD)
+    assert norms.clip_grad_norm_(optimizer, 100.0).item() == pytest.approx(math.sqrt(8))
+    alone = DistributedGradScaler("cpu", enabled=False, group=groups[dist.get_rank()])
+    with pytest.raises(ConfigError, match="which hold shards"):
+        alone.clip_grad_norm_(optimizer, 1.0)
 
 
 def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:

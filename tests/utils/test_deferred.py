@@ -361,7 +361,16 @@ class AssignsData(nn.Module):
 
 
 class OwnGenerator(nn.Module):
-    """Two parameters of one draw, which would be repeated for each of them."""
+    """A parameter that is drawn again for each replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        nn.init.normal_(self.weight, generator=torch.Generator().manual_seed(0))
+
+
+class OneDraw(nn.Module):
+    """Two parameters of one draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,6 +391,12 @@ class OwnGenerator(nn.Module):
 def test_undeferrable_operations_are_named(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(NotDeferrableError, match=message):
         build_deferred(build, 0)
+
+
+def test_a_draw_from_an_own_generator_happens_once() -> None:
+    module = build_deferred(OneDraw, 0)
+    assert torch.equal(module.first, OneDraw().first)
+    assert torch.equal(module.first, module.second)
 
 
 def test_empty_parameter_can_be_deferred() -> None:
