@@ -18,6 +18,8 @@ from distmp.utils.flat_shard import FlatShard
 # bytes per element. On CPUs they should fit into the cache.
 _RANGE = {"cpu": 2**16}
 _RANGE_ON_DEVICE = 2**22
+# Attributes of `AdamW` that its copies have, too.
+_COPIED = ("stochastic_rounding", "_seed", "_step_supports_amp_scaling")
 
 
 class AdamW(torch.optim.AdamW):
@@ -70,6 +72,11 @@ class AdamW(torch.optim.AdamW):
         self._starts: dict[Tensor, int] = {}
         super().__init__(params, lr, (float(betas[0]), float(betas[1])), eps, weight_decay)
         self._step_supports_amp_scaling = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy knows where its own tensors start.
+        own = {name: getattr(self, name) for name in _COPIED}
+        return {**super().__getstate__(), **own, "_starts": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors, as in torch.

@@ -7,8 +7,8 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,13 +55,15 @@ def local_gradients(
         ConfigError: If other ranks hold shards of a gradient.
     """
     result = []
+    # Most gradients have the same mesh and placements. Not kept: it would keep the group alive.
+    shards_of = cache(partial(_shards, group))
     for parameter in parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue
         if gradient.is_sparse and not gradient.is_coalesced():
             gradient = parameter.grad = _coalesce(gradient)
-        local = _local(gradient, group)
+        local = _local(gradient, shards_of)
         if local.tensor.numel() > 0:
             result.append(local)
     return result
@@ -93,19 +95,19 @@ def _coalesce(gradient: Tensor) -> Tensor:
     return gradient.coalesce()
 
 
-def _local(gradient: Tensor, group: dist.ProcessGroup | None = None) -> LocalGradient:
+def _local(
+    gradient: Tensor, shards_of: Callable[[DeviceMesh, tuple[Placement, ...]], int]
+) -> LocalGradient:
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
     if is_dtensor(gradient):
-        shards = _shards(gradient.device_mesh, gradient.placements, group)
+        shards = shards_of(gradient.device_mesh, gradient.placements)
         return LocalGradient(gradient.to_local(), shards)
     return LocalGradient(gradient, 1)
 
 
-# Cached: most gradients of an optimizer have the same mesh and placements.
-@lru_cache(maxsize=64)
 def _shards(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> int:
     if any(placement.is_partial() for placement in placements):
         return 0
@@ -193,11 +195,15 @@ def non_finite_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
     Without names in the optimizer, a parameter is described by its group, position and shape.
     """
     result = []
+    shards_of = partial(_shards, None)
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for position, parameter in enumerate(group["params"]):
-                if parameter.grad is None or _local(parameter.grad).tensor.isfinite().all():
+                if (
+                    parameter.grad is None
+                    or _local(parameter.grad, shards_of).tensor.isfinite().all()
+                ):
                     continue
                 description = f"parameter {position} of group {index} {tuple(parameter.shape)}"
                 result.append(names[position] if names else description)

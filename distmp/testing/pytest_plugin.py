@@ -18,6 +18,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 from datetime import timedelta
 
 import pytest
@@ -76,7 +77,11 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     function, arguments = pickle.loads(call)
     try:
         function(**arguments)
-    except (pytest.skip.Exception, pytest.fail.Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
+        if store.add("failures", 1) > 1:  # as a consequence: the parent ends this rank
+            time.sleep(timeout)
+        if isinstance(error, Exception):
+            raise
         # torch passes only the text of an `Exception` to the parent.
         as_text = RuntimeError(f"{type(error).__name__}: {error}")
         raise as_text.with_traceback(error.__traceback__) from None

@@ -25,7 +25,7 @@ from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
 from distmp.distributed.orphans import is_orphan
-from distmp.errors import TrainingError, listed
+from distmp.errors import TrainingError, listed, require
 from distmp.faults.watchdog import ending_of
 from distmp.masking import is_masked, masked
 from distmp.telemetry.records import RecordError, read_records
@@ -88,6 +88,10 @@ class Restarts:
             config: The configuration that this attempt has read.
             rank: The rank of this process.
         """
+        started = f"rank {rank} has started attempt {self.count}"
+        problem = "this process has trained before; start each run with new processes (torchrun)"
+        require(self._stored_value(started) is None, "distmp.train.main", "a second call", problem)
+        self._store_value(started, True)
         now = masked(to_json(config))
         # In the first attempt, each rank keeps its own, which the preflight compares.
         first = self._stored_value("configuration") if self.count > 0 else None

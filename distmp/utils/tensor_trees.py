@@ -178,7 +178,8 @@ def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
     # A sparse, nested or meta tensor cannot be flattened.
     flat = isinstance(leaf, Tensor) and not (leaf.is_nested or leaf.is_meta)
     if flat and leaf.layout == torch.strided:
-        start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().contiguous()
+        start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().resolve_conj().resolve_neg()
+        start = start.clone(memory_format=torch.contiguous_format)
         return str(tuple(leaf.shape)).encode(), start.view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
         start_of_array = np.ascontiguousarray(leaf.reshape(-1)[:COMPARED_ELEMENTS])

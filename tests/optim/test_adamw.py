@@ -239,3 +239,13 @@ def test_options_of_torch_that_are_missing_are_refused(option: str) -> None:
         with pytest.raises(ConfigError, match=f"optimizer = '{option}': is an option that this"):
             optimizer.step()
     assert tensor.tolist() == [0, 0]
+
+
+def test_copy_takes_the_same_steps() -> None:
+    original = build(parameters(torch.bfloat16), stochastic_rounding=True, seed=3)
+    for _ in range(2):
+        copied = copy.deepcopy(original)
+        both = [each.param_groups[0]["params"] for each in (original, copied)]
+        take_steps(original, both[0], 1)
+        take_steps(copied, both[1], 1)
+        assert all(torch.equal(own, other) for own, other in zip(*both, strict=True))

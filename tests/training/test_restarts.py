@@ -28,7 +28,7 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.distributed.world import World
-from distmp.errors import TrainingError
+from distmp.errors import ConfigError, TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
 from distmp.optim.settings import OptimizerConfig
 from distmp.telemetry.console import Console
@@ -269,6 +269,15 @@ def test_restart_uses_first_configuration(caplog: pytest.LogCaptureFixture) -> N
     shorter = replace(first, optim=OptimizerConfig(options={"api_key": "hidden"}))
     assert attempt(memory, 3).configuration(shorter, 0) == first
     assert "changed since this job started (optim.options.eps)" in caplog.text
+
+
+def test_second_run_of_one_process_is_refused() -> None:
+    """The store has the keys of its first run, on which the ranks would wait forever."""
+    memory, config = HashStore(), RunConfig()
+    for count in range(2):
+        attempt(memory, count).configuration(config, rank=1)
+        with pytest.raises(ConfigError, match=r"second call.*new processes"):
+            attempt(memory, count).configuration(config, rank=1)
 
 
 def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def test_checksum_of_tensors_without_strides(convert: Any) -> None:
     assert checksum([convert(ONE)]) == checksum([convert(ONE.clone())]) != checksum([convert(TWO)])
 
 
+def test_checksum_of_conjugate_views() -> None:
+    values = torch.tensor([1 + 2j])
+    assert checksum(values.conj()) == checksum(torch.tensor([1 - 2j])) != checksum(values)
+    assert checksum(values.conj().imag) == checksum(torch.tensor([-2.0]))
+
+
 def test_batches_of_tokenizers_are_containers() -> None:
     """transformers returns a `BatchEncoding`, which is a `UserDict`."""
     batch = UserDict({"ids": torch.ones(2), "nested": [torch.ones(1)], "text": "a"})
