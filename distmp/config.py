@@ -76,8 +76,6 @@ _ADVICE = {
         "output_dir": "set run_dir",
         "lora": "set model.peft",
         "wandb": "set log.trackers",
-        "ema": "set ema.decay; 0 disables it",
-        "rank_consistency": "set rank_consistency.every; 0 disables it",
     }.items()
     for name in names.split()
 }

@@ -42,7 +42,7 @@ class DataConfig:
 
     pattern: str = field(default="**/*.py", metadata=HARMLESS)
     """Files of the directory to read, as a glob on the path relative to it. Hidden files and
-    directories are skipped, links to directories elsewhere are followed."""
+    directories are skipped, links to directories are followed."""
 
     sequence_length: int = 256
     """Tokens in one sample."""

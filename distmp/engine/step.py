@@ -153,7 +153,7 @@ def forward(
             loss_sum, weight = check_loss(setup.loss(strategy.module, batch))
         finally:
             strategy.used.computing_loss = False
-            setup.buffers.copy_parts_of(batch)
+            setup.buffers.batches.copy_parts_of(batch)
     if first_step is not None:
         first_step.after_forward(batch, loss_sum, weight)
     if isinstance(weight, Tensor):

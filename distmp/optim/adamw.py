@@ -19,7 +19,7 @@ from distmp.utils.flat_shard import FlatShard
 _RANGE = {"cpu": 2**16}
 _RANGE_ON_DEVICE = 2**22
 # Attributes of `AdamW` that its copies have, too.
-_COPIED = ("stochastic_rounding", "_seed", "_step_supports_amp_scaling")
+_COPIED = ("stochastic_rounding", "_seed", "_starts", "_step_supports_amp_scaling")
 
 
 class AdamW(torch.optim.AdamW):
@@ -74,9 +74,7 @@ class AdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy knows where its own tensors start.
-        own = {name: getattr(self, name) for name in _COPIED}
-        return {**super().__getstate__(), **own, "_starts": {}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors, as in torch.

@@ -106,16 +106,16 @@ def _check_single(module: nn.Module, group: Group | None, divisor: float | None)
     require(known, "module", type(module).__name__, problem)
 
 
-# The parts and the frozen parameters of modules whose other parameters are reduced: a walk through
-# them takes long. Without references to modules, which would keep their root alive.
-_checked: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# The parts and the frozen parameters of modules whose other parameters are reduced: to find their
+# names takes long. The `id` of each part, because a reference would keep the module alive.
+_checked: WeakKeyDictionary[nn.Module, tuple[list[int], list[nn.Parameter]]] = WeakKeyDictionary()
 
 
 def _check_all_reduced(module: nn.Module) -> None:
     """Refuse trainable parameters beside the wrapped parts of a module."""
-    parts, frozen = _checked.get(module, ((), []))
-    is_known = all(part in parts for part in module.modules())
-    if is_known and not any(each.requires_grad for each in frozen):
+    parts = [id(each) for part in module.modules() for each in (part, *part._parameters.values())]
+    known, frozen = _checked.get(module, (None, []))
+    if parts == known and not any(each.requires_grad for each in frozen):
         return
     wrapped = {id(parameter) for parameter in fsdp_internals.fsdp2_parameters(module)}
     for part in module.modules():
@@ -139,7 +139,7 @@ def _check_all_reduced(module: nn.Module) -> None:
         reduced = id(parameter) in wrapped or is_dtensor(parameter) or not parameter.requires_grad
         require(reduced, "module", name, problem)
     frozen = [each for each in module.parameters() if not each.requires_grad]
-    _checked[module] = WeakSet(module.modules()), frozen
+    _checked[module] = parts, frozen
 
 
 def _found_divisor(found: Sequence[GradientReduction]) -> float:
@@ -479,7 +479,7 @@ def _check_reduction(module: object, microbatches: object, group: object, diviso
     if not isinstance(module, nn.Module):
         raise ConfigError("module", type(module).__name__, "must be the torch.nn.Module to train")
     if not (_is_number(microbatches) and isinstance(microbatches, Integral) and microbatches >= 1):
-        raise ConfigError("microbatches", microbatches, "must be 1 or more")
+        raise ConfigError("microbatches", microbatches, "must be an integer of 1 or more")
     if group is not None and not isinstance(group, Group):
         raise ConfigError("group", group, "use a process group that has this rank, or a mesh")
     if divisor is not None and not (_is_number(divisor) and 0 < divisor < math.inf):

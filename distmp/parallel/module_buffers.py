@@ -36,6 +36,9 @@ class ModuleTree:
 
     Args:
         model: The model.
+
+    Attributes:
+        buffers: The buffers of each module by name, as the module itself has them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +47,7 @@ class ModuleTree:
             for module in model.modules()
             for slots in (module._modules, module._parameters, module._buffers)
         ]
+        self.buffers: list[Any] = self._slots[2::3]
         self._lengths = list(map(len, self._slots))
         # Most are empty. Those that get an entry have another length then.
         self._filled = [slots for slots in self._slots if slots]
@@ -78,14 +82,12 @@ class BufferBatches:
 
     def copy_parts_of(self, inputs: Any) -> None:
         """Register copies of buffers in the memory of inputs, which is not ours to write to."""
-        if self._tree.is_unchanged():
-            return
         of_inputs = {*map(_memory, tensors_in(inputs))}
         copies: dict[int, Tensor] = {}
-        for part in self._module.modules():
-            for name, buffer in part._buffers.items():
+        for buffers in filter(None, self._tree.buffers):
+            for name, buffer in buffers.items():
                 if buffer is not None and _memory(buffer) in of_inputs:
-                    part._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                    buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
 
 
 class ModuleBuffers:
@@ -104,16 +106,19 @@ class ModuleBuffers:
         module: The module; buffers that are registered later are included.
         group: The ranks; None for a single process.
         reproducible: Whether buffers must not depend on the number of ranks.
+
+    Attributes:
+        batches: The buffers.
     """
 
     def __init__(
         self, module: nn.Module, group: dist.ProcessGroup | None, *, reproducible: bool = False
     ) -> None:
         self._module = module
-        self._batches = BufferBatches(module)
+        self.batches = BufferBatches(module)
         self._group = group
         # What every rank broadcasts after a step, unless all ranks have changed their buffers.
-        self._common = _sizes(self._batches.current())
+        self._common = _sizes(self.batches.current())
         self._reproducible = reproducible
         # The values at the beginning of the step: of this module, then of those of other engines.
         self._before: list[BufferValues] = []
@@ -127,12 +132,12 @@ class ModuleBuffers:
     def shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the buffers that are not empty, which are equal on all ranks."""
         return [
-            tuple(buffer.shape) for batch in self._batches.current() for buffer in batch.values()
+            tuple(buffer.shape) for batch in self.batches.current() for buffer in batch.values()
         ]
 
     def begin_step(self) -> None:
         """Copy the buffers."""
-        self._before = values_of_all_engines(self._batches)
+        self._before = values_of_all_engines(self.batches)
         self._of_first = []
 
     def end_failed_step(self) -> None:
@@ -147,17 +152,9 @@ class ModuleBuffers:
             index: Index of the microbatch on this rank.
         """
         if index == 1:
-            self._of_first = [BufferValues(self._batches)]
+            self._of_first = [BufferValues(self.batches)]
         if index > 0:
             _restore(self._before)
-
-    def copy_parts_of(self, batch: Any) -> None:
-        """Keep copies of what forward has assigned to buffers from a batch.
-
-        Args:
-            batch: The microbatch.
-        """
-        self._batches.copy_parts_of(batch)
 
     def end_step(self, skipped: Tensor, differ: Tensor | None = None) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
@@ -175,7 +172,7 @@ class ModuleBuffers:
         self._before = []
         if self._group is None:
             return
-        if _sizes(self._batches.current()) != self._common and differ is not None and differ:
+        if _sizes(self.batches.current()) != self._common and differ is not None and differ:
             # Ranks whose buffers have not changed do not know of it, and broadcast theirs.
             for size, dtype, device in self._common:
                 self._broadcast(torch.empty(size, dtype=dtype, device=device))
@@ -197,7 +194,7 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def _broadcast_all(self) -> None:
-        batches = self._batches.current()
+        batches = self.batches.current()
         self._common = _sizes(batches)
         for batch in batches:
             flat = _flat(batch)
@@ -276,7 +273,7 @@ def values_of_all_engines(own: BufferBatches) -> list[BufferValues]:
     Args:
         own: The buffers of the module.
     """
-    others = [each._batches for each in _of_all_engines if each._module is not own._module]
+    others = [each.batches for each in _of_all_engines if each._module is not own._module]
     return [BufferValues(batches) for batches in (own, *others)]
 
 

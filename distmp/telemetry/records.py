@@ -194,8 +194,9 @@ class RecordWriter:
             if self._last_kept is not None and self._path.exists():
                 _drop_later_records(self._path, self._last_kept)
             self._last_kept = None
-            self._file = FileIO(self._path, "ab")
+            file = FileIO(self._path, "ab")
             self._size = sum(len(line) for _, line in _complete_lines(self._path))
+            self._file = file  # last, because an error of a read must not leave another size
         return self._file
 
     def _append(self, file: FileIO, line: bytes) -> None:

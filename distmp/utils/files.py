@@ -10,6 +10,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -91,8 +92,8 @@ def visible_files(
 ) -> Iterator[str]:
     """Yield the relative paths of all files and broken links below a directory, with slashes.
 
-    Hidden names are skipped. Links to directories elsewhere are followed, but each directory is
-    listed once: what is below `directory`, by its own name.
+    Hidden names are skipped. Links to directories are followed, but each directory is listed once:
+    by its own name, if that is listed.
 
     Args:
         directory: The directory.
@@ -107,23 +108,23 @@ def visible_files(
         problem = f"cannot list {error.filename}: {error.strerror}"
         raise ConfigError(setting, str(directory), problem) from error
 
-    root = Path(os.path.realpath(directory))
-    names_of: dict[Path, str] = {}
-
-    def has_other_name(path: str) -> bool:
-        """Return whether the files of a directory are listed by another name."""
-        place = Path(os.path.realpath(path))
-        problem = f"the link {path} leads to a directory that contains this one; remove it"
-        require(place not in root.parents, setting, str(directory), problem)
-        is_below = os.path.islink(path) and place.is_relative_to(root)
-        return is_below or names_of.setdefault(place, path) != path
-
-    for parent, directories, names in os.walk(directory, onerror=unreadable, followlinks=True):
-        # Sorted, so that every machine lists a directory under the same of its names.
-        visible = sorted(
+    around = Path(os.path.realpath(directory)).parents
+    listed: set[str] = set()
+    # Links come after what has its own name, and sorted: all machines list the same names.
+    walks = [os.walk(directory, onerror=unreadable)]
+    for parent, directories, names in chain.from_iterable(walks):
+        place = os.path.realpath(parent)
+        problem = f"the link {parent} leads to a directory that contains this one; remove it"
+        require(Path(place) not in around, setting, str(directory), problem)
+        if place in listed:
+            directories.clear()
+            continue
+        listed.add(place)
+        directories[:] = sorted(
             f for f in directories if f not in skipped_directories and not f.startswith(".")
         )
-        directories[:] = [f for f in visible if not has_other_name(os.path.join(parent, f))]
+        links = filter(os.path.islink, [os.path.join(parent, each) for each in directories])
+        walks += [os.walk(link, onerror=unreadable) for link in links]
         for name in names:
             path = os.path.join(parent, name)
             # Reading a broken link gives an error. Sockets and pipes are skipped: no file is lost.

@@ -106,6 +106,9 @@ def test_linked_directories_are_listed_once(tmp_path: Path) -> None:
     for name in ("in", "root"):
         files = list_text_files(tmp_path / name, "**/*.py")
         assert [*files] == ["a.py", "shard/c.py", "v2/b.py"]
+    write(tmp_path, {"in/.store/v1/d.py": b"1"})
+    (tmp_path / "in" / "current").symlink_to(".store/v1")
+    assert "current/d.py" in list_text_files(tmp_path / "in", "**/*.py")
 
 
 def test_a_link_to_a_parent_is_refused_unless_it_is_skipped(tmp_path: Path) -> None:

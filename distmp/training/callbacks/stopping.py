@@ -14,7 +14,7 @@ import psutil
 from distmp.checkpoint.snapshot import written_here
 from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
-from distmp.distributed.rank_environment import is_under_torchrun
+from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.utils.dtypes import local_values
@@ -69,6 +69,8 @@ class TimeLimit(Callback):
             state, world = trainer.engine.state_dict(), trainer.world
             written = written_here(state, world.rank, world.world_size)
             saved_bytes = sum(local_values(tensor).nbytes for tensor in written.values())
+            # All ranks of this machine write to one disk.
+            saved_bytes *= RankEnvironment.from_variables().local_world_size
             self._first_save += saved_bytes / _FIRST_SAVE_BYTES_PER_SECOND
         self._steps.append(step.seconds)
 
@@ -132,7 +134,7 @@ class EarlyStopping(Callback):
         if state.items() >= self._compared.items():
             for name in _STATE:
                 setattr(self, f"_{name}", state[name])
-        else:
+        elif state.get("best") is not None:
             changed = dict(self._compared.items() - state.items())
             logger.warning("early stopping drops the best value so far, because of %s", changed)
         # Also after a rollback, which saves next and would remove the best checkpoint.
