@@ -273,9 +273,9 @@ MUTANTS = [
     Mutant(
         "buffers are saved on another stream",
         MODULE_BUFFERS,
-        "        self._before = values_of_all_engines(self._batches)\n",
+        "        self._before = values_of_all_engines(self.batches)\n",
         "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            self._before = values_of_all_engines(self._batches)\n",
+        "            self._before = values_of_all_engines(self.batches)\n",
         REVERTED,
     ),
     Mutant(
