@@ -1,8 +1,8 @@
 """Tokens per second of the quickstart, compared with a plain torch DDP loop.
 
 `python -m benchmarks.quickstart` starts two CPU ranks over gloo (or one rank per GPU over NCCL).
-The two loops take turns in the same processes, with the same model, data, batch and optimizer. One
-is distmp's trainer with its records; the other is a minimal hand-written loop, which reads its loss
+The two loops take turns in the same processes, in FP32, with the same model, data, batch and
+optimizer. One is distmp's trainer with its records; the other is a minimal hand-written loop, which reads its loss
 every ten steps.
 """
 
@@ -68,6 +68,8 @@ def _config(steps: int, directory: str) -> RunConfig:
     return replace(
         config,
         steps=steps,
+        # As the hand-written loop; "auto" selects bf16 on some CPUs.
+        precision=replace(config.precision, policy="fp32"),
         run_dir=f"{directory}/run",
         schedule=replace(config.schedule, warmup_steps=steps // 3),
         data=replace(config.data, held_out=0.0),  # no validation
