@@ -2,8 +2,8 @@
 
 `python -m benchmarks.quickstart` starts two CPU ranks over gloo (or one rank per GPU over NCCL).
 The two loops take turns in the same processes, in FP32, with the same model, data, batch and
-optimizer. One is distmp's trainer with its records; the other is a minimal hand-written loop, which reads its loss
-every ten steps.
+optimizer. One is distmp's trainer with its records; the other is a minimal hand-written loop, which
+reads its loss every ten steps.
 """
 
 from __future__ import annotations
