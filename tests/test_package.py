@@ -131,7 +131,7 @@ def test_wheel_trains_in_empty_directory(built: Distributions, tmp_path: Path) -
     assert any(line.startswith("preset:quickstart ") for line in presets)
     assert Path(directory) == found.parent / "presets"
     train = ["train", "--config", "preset:quickstart", "--steps", "20"]
-    assert "validation loss" in run(distmp, *train, cwd=empty)
+    assert "held-out loss" in run(distmp, *train, cwd=empty)
     assert len((empty / "runs/quickstart/steps.jsonl").read_text().splitlines()) == 20
     assert entry_point_of_image() == ["distmp", "launch", "--", *train[1:3]]
 
