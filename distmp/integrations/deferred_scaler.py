@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distmp.scaling.grad_scaler import DistributedGradScaler, _Counts
+from distmp.scaling.grad_scaler import DistributedGradScaler, SkipCounts
 from distmp.scaling.reduced_flags import CheckedOptimizer, ReducedFlags
 from distmp.scaling.settings import LossScaleConfig
 
@@ -81,7 +81,7 @@ class DeferredGradScaler(DistributedGradScaler):
         """Return the state at the next backward."""
         return self._updated().state_dict()
 
-    def _counts(self) -> _Counts:
+    def _counts(self) -> SkipCounts:
         return self._updated()._counts()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

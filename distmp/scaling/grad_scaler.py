@@ -161,7 +161,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
         self._has_scaled = False
-        self._init_counts = _Counts(0, 0, 0)
+        self._init_counts = SkipCounts(0, 0, 0)
         # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
@@ -691,11 +691,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # State
 
-    def _counts(self) -> _Counts:
+    def _counts(self) -> SkipCounts:
         if self._loss_scale is None or self._skips is None:
             return self._init_counts
         consecutive, total = self._skips.tolist()
-        return _Counts(int(self._loss_scale.overflows_in_a_row.item()), consecutive, total)
+        return SkipCounts(int(self._loss_scale.overflows_in_a_row.item()), consecutive, total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, empty if disabled; torch's scaler can load it."""
@@ -724,8 +724,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # Of the last iteration, only the skips and the end of its scale belong to the former state.
         unread, self._unread = self._unread, None
         _check_scales(unread is not None and unread.read()[3])
-        stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
-        self._init_counts = _Counts(**stored)
+        stored = {name: state_dict.get(name, 0) for name in SkipCounts._fields}
+        self._init_counts = SkipCounts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
         self._init_scale = self._rules.restored(state_dict["scale"])
         self._report_differences(state_dict)
@@ -763,7 +763,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         }
 
 
-class _Counts(NamedTuple):
+class SkipCounts(NamedTuple):
     """Counts besides torch's growth tracker.
 
     Attributes:

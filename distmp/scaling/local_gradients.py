@@ -7,7 +7,7 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,9 +63,12 @@ def local_gradients(
             continue
         if gradient.is_sparse and not gradient.is_coalesced():
             gradient = parameter.grad = _coalesce(gradient)
-        local = _local(gradient, shards_of)
-        if local.tensor.numel() > 0:
-            result.append(local)
+        shards = 1
+        if is_dtensor(gradient):
+            shards = shards_of(gradient.device_mesh, gradient.placements)
+        local = _local(gradient)
+        if local.numel() > 0:
+            result.append(LocalGradient(local, shards))
     return result
 
 
@@ -95,15 +98,10 @@ def _coalesce(gradient: Tensor) -> Tensor:
     return gradient.coalesce()
 
 
-def _local(
-    gradient: Tensor, shards_of: Callable[[DeviceMesh, tuple[Placement, ...]], int]
-) -> LocalGradient:
+def _local(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
-        return LocalGradient(gradient._values(), 1)
-    if is_dtensor(gradient):
-        shards = shards_of(gradient.device_mesh, gradient.placements)
-        return LocalGradient(gradient.to_local(), shards)
-    return LocalGradient(gradient, 1)
+        return gradient._values()
+    return gradient.to_local() if is_dtensor(gradient) else gradient
 
 
 def _shards(
@@ -112,12 +110,13 @@ def _shards(
     if any(placement.is_partial() for placement in placements):
         return 0
     sharded = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
-    for dimension in sharded if group is not None else ():
-        _check_contains(group, mesh, dimension)
+    if group is not None:
+        for dimension in sharded:
+            _check_contains(group, mesh, dimension)
     return math.prod(map(mesh.size, sharded))
 
 
-def _check_contains(group: dist.ProcessGroup | None, mesh: DeviceMesh, dimension: int) -> None:
+def _check_contains(group: dist.ProcessGroup, mesh: DeviceMesh, dimension: int) -> None:
     # The ranks of the mesh, which may have no process groups.
     lines = mesh.mesh.movedim(dimension, -1).reshape(-1, mesh.size(dimension)).tolist()
     ranks = next(line for line in lines if dist.get_rank() in line)
@@ -195,15 +194,11 @@ def non_finite_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
     Without names in the optimizer, a parameter is described by its group, position and shape.
     """
     result = []
-    shards_of = partial(_shards, None)
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for position, parameter in enumerate(group["params"]):
-                if (
-                    parameter.grad is None
-                    or _local(parameter.grad, shards_of).tensor.isfinite().all()
-                ):
+                if parameter.grad is None or _local(parameter.grad).isfinite().all():
                     continue
                 description = f"parameter {position} of group {index} {tuple(parameter.shape)}"
                 result.append(names[position] if names else description)

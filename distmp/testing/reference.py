@@ -32,7 +32,7 @@ Cast = Callable[[Tensor], Tensor]
 # Rows that fit into the cache, and elements that show the factors of shards.
 _CHUNK, _SHOWN = 2**16, 1024
 # Error of the dtypes of the run, relative to the whole gradient, that is more than rounding, unless
-# gradients of microbatches cancel. Wrong gradients are smaller errors.
+# gradients of microbatches cancel. The tolerance, twice the error, would hide wrong gradients.
 _LARGE = 0.1
 # Reductions of more than 16 elements.
 _IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")

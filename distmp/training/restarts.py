@@ -88,6 +88,7 @@ class Restarts:
             config: The configuration that this attempt has read.
             rank: The rank of this process.
         """
+        # On the keys that a former run of this process left in the store, ranks would wait forever.
         started = f"rank {rank} has started attempt {self.count}"
         problem = "this process has trained before; start each run with new processes (torchrun)"
         require(self._stored_value(started) is None, "distmp.train.main", "a second call", problem)

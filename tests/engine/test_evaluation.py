@@ -223,18 +223,22 @@ class Adapted(nn.Linear):
         return outputs if self.is_merged else outputs + inputs @ self.low_rank @ self.low_rank.T
 
 
+def engine_of_squares(model: nn.Module) -> Engine:
+    return Engine(
+        model,
+        lambda module, batch: (module(batch).square().sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.01),
+        policy="fp32",
+        device="cpu",
+    )
+
+
 def test_parts_that_act_on_their_mode_are_trained_after_an_evaluation_as_without_one() -> None:
     losses = []
     for evaluates in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(Adapted(), nn.BatchNorm1d(4).eval(), nn.Dropout(0.0))
-        engine = Engine(
-            model,
-            lambda module, batch: (module(batch).square().sum(), len(batch)),
-            lambda named: torch.optim.SGD(named, lr=0.01),
-            policy="fp32",
-            device="cpu",
-        )
+        engine = engine_of_squares(model)
         batch = torch.randn(8, 4)
         engine.step([batch])
         if evaluates:
@@ -246,13 +250,7 @@ def test_parts_that_act_on_their_mode_are_trained_after_an_evaluation_as_without
 
 def test_parts_that_are_evaluated_in_training_keep_their_weights() -> None:
     model = nn.Sequential(Adapted(), nn.Dropout(0.0))
-    engine = Engine(
-        model,
-        lambda module, batch: (module(batch).square().sum(), len(batch)),
-        lambda named: torch.optim.SGD(named, lr=0.01),
-        policy="fp32",
-        device="cpu",
-    )
+    engine = engine_of_squares(model)
     model[0].eval()
     with torch.no_grad():
         model[0].weight.copy_(torch.randn(4, 4))  # rounded when it is separated and merged again
