@@ -16,7 +16,7 @@ from tests.torchrun import python, run
 pytest_plugins = ["pytester"]
 
 PROJECT = """
-import os, time
+import os, threading, time
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +40,14 @@ def test_fails():
         print("before the failure")
         raise ArithmeticError("the first cause")
     dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_fails_twice():
+    if dist.get_rank() == 1:
+        threading.Thread(target=time.sleep, args=[1]).start()  # it exits after the other one
+        raise ArithmeticError("raised first")
+    time.sleep(0.5)
+    raise ArithmeticError("raised second")
 
 @pytest.mark.ranks(2, timeout=1)
 def test_hangs():
@@ -84,8 +92,10 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["distmp.testing.pytest_plugin"]\n')
     options = "-rs", "-p", "no:cacheprovider", "--strict-markers"
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
-    assert "6 failed, 3 passed, 1 skipped" in shown
+    assert "7 failed, 3 passed, 1 skipped" in shown
     assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
+    assert "ArithmeticError: raised first\n" in shown
+    assert "raised second" not in shown
     assert "another exception occurred" not in shown
     assert "the direct cause of" not in shown
     assert "in test_does_not_raise\n" in shown
