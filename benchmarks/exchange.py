@@ -93,7 +93,7 @@ def count(
             exchanges over all ranks at once.
     """
     with (
-        mock.patch.dict(reduction.VALUES_PER_BLOCK, clear=True),
+        mock.patch.dict(reduction.SUMS_PER_BLOCK, clear=True),
         mock.patch.dict(norms.ELEMENTS_PER_BLOCK, clear=True),
         simulate_ranks(ranks, known_machine),
     ):

@@ -41,10 +41,11 @@ timing. After `finish` a rank holds the full sum, or its shard of it.
 # Floating-point sums depend on their order, so the order must not depend on timing. An exchange
 # receives the pieces of all ranks before it adds any of them, and adds them in one of two orders:
 #
-# - `sum_rows` calls `torch.sum`, on a GPU once. Its order is the same in every run: it depends on
-#   the number of ranks, the size of the shard and the kind of device, but not on the number of
-#   threads. A loop over the pieces would launch one kernel per rank, each of which reads and writes
-#   the FP32 sum: 10 bytes per received 16-bit value instead of 2 + 4 / ranks.
+# - `sum_rows` calls `torch.sum` on a GPU, once. Its order is the same in every run: it depends on
+#   the number of ranks and the size of the shard. A loop over the pieces would launch one kernel
+#   per rank, each of which reads and writes the FP32 sum: 10 bytes per received 16-bit value
+#   instead of 2 + 4 / ranks. On a CPU it adds the pieces in rank order, in blocks whose sums stay
+#   in the cache.
 # - `sum_pairwise` is a balanced binary tree in rank order, which `reproducible` needs: the sum of
 #   ranks 2k and 2k + 1 is the sum that one rank with the microbatches of both computes. torch has
 #   no reduction with this order, so every level is one launch: log2(ranks) in total.
@@ -70,9 +71,8 @@ from torch import Tensor
 from distmp.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from distmp.distributed.wait_times import collective_waits
 
-# Number of 16-bit values that are summed at once, for devices on which `torch.sum` converts all of
-# its input first. As FP32 they fit into the cache of a CPU.
-VALUES_PER_BLOCK = {"cpu": 2**17}
+# Number of sums that a CPU keeps in its cache while it adds rows; other devices call `torch.sum`.
+SUMS_PER_BLOCK = {"cpu": 2**16}
 
 
 class Exchange:
@@ -147,15 +147,14 @@ def sum_rows(pieces: Tensor, out: Tensor) -> None:
         pieces: FP32 or 16-bit, shape (ranks, n).
         out: Receives the sum; FP32, shape (n,). It must not overlap `pieces`.
     """
-    block = VALUES_PER_BLOCK.get(pieces.device.type)
-    if block is None or pieces.dtype == out.dtype:
+    block = SUMS_PER_BLOCK.get(pieces.device.type)
+    if block is None:
         torch.sum(pieces, 0, dtype=out.dtype, out=out)
         return
-    width = max(1, min(block // len(pieces), out.numel()))
-    # Allocated once, because an allocator may return freed memory to the system after each part.
-    converted = torch.empty(len(pieces) * width, dtype=out.dtype, device=out.device)
-    for part, total in zip(pieces.split(width, dim=1), out.split(width), strict=True):
-        torch.sum(converted[: part.numel()].view(part.shape).copy_(part), 0, out=total)
+    for part, total in zip(pieces.split(block, dim=1), out.split(block), strict=True):
+        total.copy_(part[0])
+        for row in part[1:]:
+            total.add_(row)
 
 
 def sum_pairwise(pieces: Tensor, out: Tensor) -> None:

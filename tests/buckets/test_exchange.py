@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.exchange import Costs
-from distmp.buckets.reduction import VALUES_PER_BLOCK, AllToAllReduce, sum_pairwise, sum_rows
+from distmp.buckets.reduction import SUMS_PER_BLOCK, AllToAllReduce, sum_pairwise, sum_rows
 from distmp.distributed.collectives import exchange_groups
 from tests.machines import AllToAllTraffic, pretend
 from tests.ranks import ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
-BLOCK = VALUES_PER_BLOCK["cpu"]
+BLOCK = SUMS_PER_BLOCK["cpu"]
 
 
 def pieces(count: int, length: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -75,11 +75,18 @@ def test_launches_do_not_grow_with_ranks() -> None:
 
     for dtype in (FP32, BF16, FP16):
         assert on("cuda", sum_rows, dtype) == [1, 1, 1]
-    # A CPU sums 16-bit values in two blocks: it converts and sums each, in memory allocated once.
-    assert on("cpu", sum_rows, FP32) == [1, 1, 1]
-    assert on("cpu", sum_rows, BF16) == [5, 5, 5]
     # One for each level of the tree. (Without a GPU, fake tensors cannot be sliced on "cuda".)
     assert on("cpu", sum_pairwise, FP32) == [1, 3, 9]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_cpu_adds_rows_in_rank_order(dtype: torch.dtype) -> None:
+    rows = pieces(5, BLOCK + 3, dtype)
+    rows[:, :7] = -0.0
+    expected = rows[0].float()
+    for row in rows[1:]:
+        expected = expected + row
+    assert torch.equal(bits(total(sum_rows, rows)), bits(expected))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 32])
