@@ -139,6 +139,11 @@ class _SummedFile:
             self.error = error
             raise
 
+    def fileno(self) -> int:
+        # torch synchronizes this descriptor to the disk without flushing Python's buffer first.
+        self._file.flush()
+        return self._file.fileno()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 

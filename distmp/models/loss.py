@@ -176,6 +176,9 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         problem = "inputs are token ids, int64; set model.loss to a function for other inputs"
         raise ConfigError("batch", described(batch), problem)
     options = model_options(batch, model)
+    if "use_cache" in arguments_of(model):
+        # With a cache, transformers does not look for packed documents in `position_ids`.
+        options["use_cache"] = False
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -51,6 +52,23 @@ def test_manifest_lists_size_and_checksum_of_files(tmp_path: Path) -> None:
     }
     assert manifest.read(path).files == expected
     assert expected.keys() == {".metadata", "__0_0.distcp"}
+
+
+def test_files_are_complete_when_they_are_synchronized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {}
+    synchronize = os.fsync
+
+    def recording(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        sizes[status.st_ino] = status.st_size
+        synchronize(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    path = saving.save(tmp_path, 1, {"a": torch.randn(100)}, {}, keep=1)
+    for file in path.iterdir():
+        assert sizes[file.stat().st_ino] == file.stat().st_size, file.name
 
 
 def test_checksums_need_no_second_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

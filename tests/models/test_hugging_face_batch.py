@@ -123,6 +123,23 @@ def test_mask_and_positions_of_shifted_batch_reach_model() -> None:
     assert (loss / weight).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_packed_documents_do_not_attend_to_each_other() -> None:
+    model = transformers_model()
+    ids = torch.randint(VOCABULARY, (1, 12))
+    documents = ids[:, :5], ids[:, 5:]
+    expected = sum(
+        model(input_ids=part, labels=part).loss * (part.shape[1] - 1) for part in documents
+    )
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    labels = ids.clone()
+    labels[:, 5] = IGNORED
+    loss, weight = next_token_loss(
+        model, {"input_ids": ids, "labels": labels, "position_ids": positions}
+    )
+    assert weight == 4 + 6
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 class Swallows(Plain):
     def forward(self, tokens: Tensor, **_: object) -> Tensor:
         return super().forward(tokens)
