@@ -53,7 +53,7 @@ def model_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return batch["input_ids"], F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED)
 
 
-def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """Return the keyword arguments that a batch has for a model.
 
     Args:
