@@ -78,8 +78,9 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     try:
         function(**arguments)
     except BaseException as error:
-        if store.add("failures", 1) > 1:  # as a consequence: the parent ends this rank
-            time.sleep(timeout)
+        # A later failure is a consequence: the parent ends this rank. So may the first one be, of a
+        # process that ended without an exception: the parent gets time to notice it.
+        time.sleep(timeout if store.add("failures", 1) > 1 else 0.5)
         if isinstance(error, Exception):
             raise
         # torch passes only the text of an `Exception` to the parent.
