@@ -6,7 +6,6 @@ and `trust_remote_code` is always false.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, listed, nearest, require
 from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
+from distmp.models.loss import arguments_of
 from distmp.models.settings import ModelConfig
 from distmp.utils.imports import require_package
 from distmp.utils.processes import is_out_of_memory
@@ -143,13 +143,9 @@ def _refuse(config: ModelConfig, names: Sequence[str], problem: str) -> None:
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    if _has_cache(model):
+    if "use_cache" in arguments_of(model):
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return model.train()
-
-
-def _has_cache(model: nn.Module) -> bool:
-    return "use_cache" in inspect.signature(model.forward).parameters
 
 
 def prepare_loss(model: nn.Module) -> bool:
@@ -196,7 +192,7 @@ def _returns_output(model: nn.Module, head: nn.Module) -> bool:
         with torch.no_grad(), _quiet():
             tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
             # With a cache, models skip the search for packed sequences, which reads values.
-            cache = {"use_cache": True} if _has_cache(model) else {}
+            cache = {"use_cache": True} if "use_cache" in arguments_of(model) else {}
             result = torch.func.functional_call(model, on_meta, (tokens,), cache)
     except Exception as error:  # noqa: BLE001  (models run any code)
         logger.info("%s does not run on the meta device: %s", type(model).__name__, error)

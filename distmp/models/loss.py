@@ -54,7 +54,10 @@ def model_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
-    """Return the keyword arguments that a batch has for a model.
+    """Return the keyword arguments with which a model is called for a batch.
+
+    A model that takes `use_cache` gets False: with a cache, transformers does not look for packed
+    documents in "position_ids".
 
     Args:
         batch: May have an "attention_mask" (0 for padding), which a model that does not take it
@@ -67,12 +70,13 @@ def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, An
             forward does not take.
     """
     options = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
-    ignored = options.keys() - arguments_of(model) if options else ()
+    taken = arguments_of(model)
+    ignored = options.keys() - taken
     problem = "has 'position_ids', which the model's forward does not take; leave them out"
     require("position_ids" not in ignored, "batch", [*batch], problem)
     if "attention_mask" in ignored:
         _check_padding(options.pop("attention_mask"))
-    return options
+    return {**options, "use_cache": False} if "use_cache" in taken else options
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -137,7 +141,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
             loss sum in place of logits.
         batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. Or the keys of
             Hugging Face, "input_ids" and "labels" (see `model_inputs`). With either, it may have
-            the arguments of `model_options`.
+            the keys that `model_options` reads.
 
     Returns:
         Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
@@ -176,9 +180,6 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         problem = "inputs are token ids, int64; set model.loss to a function for other inputs"
         raise ConfigError("batch", described(batch), problem)
     options = model_options(batch, model)
-    if "use_cache" in arguments_of(model):
-        # With a cache, transformers does not look for packed documents in `position_ids`.
-        options["use_cache"] = False
     if takes_targets(model):
         loss_sum = logits_of(model(inputs, targets=targets, **options))
     else:
@@ -212,10 +213,11 @@ def computes_loss(module: nn.Module) -> bool:
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the arguments that the forward of a model takes, perhaps wrapped.
 
-    Any keywords (`**kwargs`) do not count: many models ignore them.
+    Any keywords (`**kwargs`) do not count: many models ignore them. Nor do those of a scripted
+    module, whose class has no forward.
     """
     *_, inner = _in_wrappers(model)
-    return _arguments(type(inner).forward)
+    return _arguments(getattr(type(inner), "forward", nn.Module.forward))
 
 
 def _in_wrappers(model: nn.Module) -> Iterator[nn.Module]:

@@ -78,8 +78,8 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     try:
         function(**arguments)
     except BaseException as error:
-        # A later failure is a consequence: the parent ends this rank. So may the first one be, of a
-        # process that ended without an exception: the parent gets time to notice it.
+        # All failures but the first are consequences, and the parent ends their ranks. The first
+        # may be one, too, if a process ended without an exception: the parent first notices that.
         time.sleep(timeout if store.add("failures", 1) > 1 else 0.5)
         if isinstance(error, Exception):
             raise

@@ -140,6 +140,13 @@ def test_packed_documents_do_not_attend_to_each_other() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_scripted_model_has_the_loss_of_its_original() -> None:
+    model, ids = Plain(), torch.randint(VOCABULARY, (2, 12))
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    scripted = torch.jit.trace(model, batch["inputs"])
+    assert torch.equal(next_token_loss(scripted, batch)[0], next_token_loss(model, batch)[0])
+
+
 class Swallows(Plain):
     def forward(self, tokens: Tensor, **_: object) -> Tensor:
         return super().forward(tokens)
