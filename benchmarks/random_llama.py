@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,9 @@ class RandomWeights:
             model = LlamaForCausalLM(self.config)
         self.specs = {name: value.to(dtype) for name, value in model.state_dict().items()}
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, name: str) -> Tensor:
         """Return random values; ones for the weights of norms."""
-        return {name: self._value(self.specs[name]) for name in names}
-
-    def _value(self, spec: Tensor) -> Tensor:
+        spec = self.specs[name]
         if spec.dim() == 1:
             return torch.ones_like(spec, device="cpu")
         return torch.empty_like(spec, device="cpu").normal_(std=0.02)
