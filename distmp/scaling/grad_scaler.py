@@ -69,7 +69,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     a process without a process group it scales, skips and steps like torch's scaler, bit by bit,
     with these differences: the scale stays between `min_scale` and `max_scale`, an overflow at
     `min_scale` is an error, an optimizer without gradients is not an error, FP16 gradients are
-    unscaled, optimizers that are unscaled before the first step skip together, and
+    unscaled, optimizers that are unscaled before the first step skip together, a skipped first step
+    of fused SGD leaves no momentum (torch's scaler leaves uninitialized values), and
     `load_state_dict` does not override the arguments for growth and backoff.
 
     Gradients have to be reduced before a step, as DDP and FSDP do in backward. If the scale differs
@@ -84,7 +85,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     unscaled before and, if one of these is registered, for all registered ones, which therefore
     need all their gradients by then. A decision is one all-reduce of eight numbers. Without a fused
     optimizer `step` waits for the device once. With a fused optimizer it does not wait, except at
-    its first use on several ranks, which check that they use the same optimizer.
+    its first use on several ranks, which check that they use the same optimizer, and for SGD until
+    it has momentum.
 
     Args:
         device: Device type of the scale.
