@@ -349,8 +349,10 @@ class Engine:
         """Return the mean loss over the microbatches of all ranks; every rank has to call it.
 
         Args:
-            microbatches: Batches for `loss`. With a sharded strategy every rank needs the same
-                number of them; pad with microbatches of weight 0.
+            microbatches: An iterable of batches for `loss`, such as a loader of torch, or
+                `DataLoader.once()`; iterating over a `DataLoader` itself yields lists of them. With
+                a sharded strategy every rank needs the same number of them; pad with microbatches
+                of weight 0.
 
         Returns:
             The mean over the global weight; NaN if that is 0.
