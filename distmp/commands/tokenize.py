@@ -30,7 +30,7 @@ from distmp.utils.imports import require_package
 from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
 
-_BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_BY_SUFFIX = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # `datasets` decompresses them
 _TOKENS = "tokens.bin"
 
@@ -52,11 +52,8 @@ def main(argv: list[str]) -> int:
         problem = "no document has a token; name files with text"
         require(metadata.tokens > 0, "INPUT", ", ".join(arguments.inputs), problem)
         metadata.write(unfinished)
-    sys.stdout.write(
-        f"{directory}: {metadata.documents:,} documents, {metadata.tokens:,} tokens of"
-        f" {metadata.dtype}; vocabulary of {metadata.vocabulary_size:,}, end of text"
-        f" {metadata.end_of_text}\n"
-    )
+    written = f"{metadata.documents:,} documents, {metadata.tokens:,} tokens of {metadata.dtype}"
+    sys.stdout.write(f"{directory}: {written}\n")
     return 0
 
 
@@ -79,13 +76,7 @@ class Encoder:
         """Return the ids of each text. Names of special tokens in a text are encoded as text."""
         if self.tokenizer is None:
             return [list(text.encode()) for text in texts]
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)
         return cast("list[list[int]]", encoded["input_ids"])
 
     def documents(self, texts: list[str]) -> dict[str, Any]:
@@ -149,28 +140,14 @@ def _parse(argv: list[str]) -> Namespace:
         description="Turn text into token files for data.source=tokens. Needs the extra `data`.",
     )
     parser.add_argument("command", choices=("tokenize",))
-    parser.add_argument(
-        "inputs",
-        metavar="INPUT",
-        nargs="+",
-        help="text files (one document each), .jsonl or .parquet files (one per line or row), or "
-        "directories of them",
-    )
+    help_text = "text files, .jsonl or .parquet files, or directories of them"
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help=help_text)
     parser.add_argument("--to", metavar="DIRECTORY", required=True, help="new directory")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIRECTORY",
-        required=True,
-        help="a directory with tokenizer.json (extra `hf`), or 'bytes'",
-    )
+    help_text = "a directory with tokenizer.json (extra `hf`), or 'bytes'"
+    parser.add_argument("--tokenizer", metavar="DIRECTORY", required=True, help=help_text)
     parser.add_argument("--key", default="text", help="key or column of the text (default: text)")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=granted_cores(),
-        metavar="N",
-        help="number of processes (default: the available cores); the output does not depend on it",
-    )
+    help_text = "number of processes (default: the available cores)"
+    parser.add_argument("--workers", type=int, default=granted_cores(), metavar="N", help=help_text)
     return parser.parse_args(argv)
 
 
@@ -180,12 +157,12 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     problem = "exists; name a new directory, or remove this one"
     require(not directory.exists(), "--to", str(directory), problem)
     unfinished = directory.with_name(directory.name + token_metadata.UNFINISHED_SUFFIX)
-    problem = f"another command writes to {unfinished}, or was killed; then remove it"
-    require(not unfinished.exists(), "--to", str(directory), problem)
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        problem = f"cannot be created ({error.strerror})"
+        problem = (
+            f"cannot create {unfinished} ({error.strerror}); remove what a killed command left"
+        )
         raise ConfigError("--to", str(directory), problem) from error
     try:
         yield unfinished
@@ -209,6 +186,8 @@ def _documents(arguments: Namespace, cache: Path) -> Any:
     for table, group in groupby(files, lambda file: file if _suffix(file) in _BY_SUFFIX else None):
         names = [str(file) for file in group]
         with _explained(", ".join(names)):
+            is_empty = table is not None and table.stat().st_size == 0
+            require(not is_empty, "INPUT", names[0], "is empty; leave it out")
             loaded = datasets.load_dataset(
                 "text" if table is None else _BY_SUFFIX[_suffix(table)],
                 data_files=[glob.escape(name) for name in names],  # they are patterns
@@ -230,8 +209,6 @@ def _column(loaded: Any, name: str, key: str) -> Any:
         problem = f"row {row} has no {key!r}; set --key to a key of all rows, or correct the row"
         raise ConfigError("INPUT", name, problem)
     problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
-    if str(texts.type).startswith("timestamp"):
-        problem += ", or write texts that look like times to a .parquet file: JSON reads them so"
     require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
     return loaded.select_columns([key]).rename_column(key, "document")
 
@@ -244,16 +221,10 @@ def _suffix(file: Path) -> str:
 
 def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    require(path.exists(), "INPUT", name, "there is no such file or directory")
-    files = [path]
-    if path.is_dir():
-        files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
+    if path.is_file():
+        return [path]
+    files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")
-    for file in files:
-        is_empty = _suffix(file) in _BY_SUFFIX and file.is_file() and not file.stat().st_size
-        require(not is_empty, "INPUT", str(file), "is empty; leave it out")
-        problem = "may be one document or one per line; rename it to .txt or .jsonl"
-        require(_suffix(file) != ".json", "INPUT", str(file), problem)
     return files
 
 
@@ -262,9 +233,8 @@ def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path
 
     with (
         _explained(", ".join(arguments.inputs)),
-        # With several processes, datasets replaces os.environ by a copy of it.
+        # datasets sets this variable too, and replaces os.environ by a copy of it.
         mock.patch.object(os, "environ", os.environ),
-        # The processes use all cores already.
         mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"),
     ):
         return documents.map(
@@ -273,7 +243,7 @@ def _encoded(documents: Any, encoder: Encoder, arguments: Namespace, cache: Path
             batched=True,
             remove_columns=["document"],
             features=Features({"ids": List(Value("uint32"))}),
-            num_proc=arguments.workers if arguments.workers > 1 else None,
+            num_proc=arguments.workers,
             cache_file_name=str(cache),
             load_from_cache_file=False,
         )
@@ -287,9 +257,7 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         # Libraries of formats raise any type; `datasets` hides the cause behind its own.
-        hidden = type(error).__name__ == "DatasetGenerationError"
-        cause = (error.__cause__ if hidden else None) or error
-        text = " ".join(str(cause).split())
+        text = " ".join(str(error.__cause__ or error).split())
         raise ConfigError("INPUT", name, f"cannot be read: {text}") from error
 
 

@@ -138,12 +138,13 @@ def test_all_input_formats_are_read() -> None:
     rows.to_json("in/c.jsonl")
     Path("in/a.txt").write_text("a\n\nA")
     Path("in/d.py").write_text("d")
+    Path("in/e.json").write_text('[\n{"body": "e0"},\n{"body": "e1"}]')
     Path("in/.hidden").write_text("hidden")
     Path("c.JSONL.gz").write_bytes(gzip.compress(Path("in/c.jsonl").read_bytes()))
     assert tokenize("in", "c.JSONL.gz", "--key=body", "--to=out", "--tokenizer=bytes") == 0
     documents = bytes(255 if byte == 256 else byte for byte in ids_in(Path("out")))
     assert documents.split(b"\xff")[:-1] == [
-        *(b"a\n\nA", b"b0", b"b1", b"b0", b"b1", b"d"),
+        *(b"a\n\nA", b"b0", b"b1", b"b0", b"b1", b"d", b"e0", b"e1"),
         *(b"b0", b"b1"),
     ]
 
@@ -171,7 +172,10 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         ([], "the following arguments are required: INPUT, --to"),
-        (["none", "--tokenizer=bytes"], "INPUT = 'none': there is no such file or directory"),
+        (
+            ["none", "--tokenizer=bytes"],
+            "INPUT = 'none': cannot list none: No such file or directory",
+        ),
         (["in.jsonl", "--tokenizer=none"], "--tokenizer = 'none': has no tokenizer.json"),
         (["in.jsonl", "--tokenizer=odd"], "--tokenizer = 'odd': transformers cannot load it"),
         (
@@ -187,7 +191,7 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
         ),
         (
             ["times.jsonl", "--tokenizer=bytes"],
-            "key of texts, or write texts that look like times to a .parquet file",
+            "INPUT = 'times.jsonl': holds timestamp[s] under 'text'; set --key to a key of texts",
         ),
         (
             ["missing.jsonl", "--tokenizer=bytes"],
@@ -201,7 +205,7 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
         (["dead", "--tokenizer=bytes"], "dead/b.txt"),
         (["in.jsonl", "--tokenizer=bytes", "--workers=0"], "--workers = 0: use 1 or more"),
         (["latin1.txt", "--tokenizer=bytes"], "can't decode byte"),
-        (["a.json", "--tokenizer=bytes"], "rename it to .txt or .jsonl"),
+        (["a.json", "--tokenizer=bytes"], "INPUT = 'a.json': has no column 'text'"),
     ],
 )
 def test_errors_are_one_message(
@@ -221,7 +225,7 @@ def test_errors_are_one_message(
     Path("times.jsonl").write_text('{"text": "2024-01-01"}\n')
     Path("missing.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n{"text": "c"}\n')
     Path("latin1.txt").write_bytes("\xe9".encode("latin1"))
-    Path("a.json").write_text("{}")
+    Path("a.json").write_text('{\n"a": 1}')
     assert tokenize(*arguments, *(["--to=out"] if arguments else [])) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -235,7 +239,8 @@ def test_unrelated_directory_is_not_replaced(
     arguments = [jsonl, "--to=out", "--tokenizer=bytes", "--workers=1"]
     Path("out.partial").mkdir()
     assert tokenize(*arguments) == 2
-    assert "another command writes to out.partial, or was killed" in capsys.readouterr().err
+    message = "cannot create out.partial (File exists); remove what a killed command left"
+    assert message in capsys.readouterr().err
     Path("out.partial").rmdir()
     assert tokenize(*arguments) == 0
     assert tokenize(*arguments) == 2
