@@ -19,9 +19,7 @@ _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 class AddressError(DistmpError):
-    """A name does not resolve, or no route leads to an address."""
-
-    exit_code = 2
+    """A name does not resolve, or no route leads to an address; both may be so only for now."""
 
 
 @dataclass(frozen=True)

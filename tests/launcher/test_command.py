@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 
 import pytest
 
+from distmp import cli
 from distmp.errors import ConfigError
 from distmp.launcher import command, local
 from distmp.launcher.network import AddressError
@@ -113,6 +115,22 @@ def test_dry_run_refuses_unresolvable_head(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     with pytest.raises(AddressError, match=r"no-1\.invalid"):
         command.main(["--dry-run"])
+
+
+def test_first_pod_that_is_pending_is_no_invalid_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Job files do not retry after exit code 2."""
+
+    def resolve(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setenv("HOSTNAME", "run-1")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-conf=join_timeout=1"]
+    assert cli.main(["launch", *options, "--"]) == 1
+    assert "the name 'run-0' has no address here" in capsys.readouterr().err
 
 
 def test_commands_of_hosts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
