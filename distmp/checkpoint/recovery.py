@@ -17,6 +17,8 @@ from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import STATE_FILE, State, readable_state
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import CheckpointError, ConfigError, did_you_mean
+from distmp.utils.settings import flat
+from distmp.utils.settings.yaml_files import read_yaml
 
 logger = logging.getLogger("distmp")
 
@@ -88,7 +90,7 @@ def resolve(
 
     Args:
         resume: "auto", or the path of a checkpoint or of a directory of checkpoints.
-            In a directory, or if it has none in its directory `checkpoints`, as runs have, the
+            In a directory, or in that of its checkpoints if it is the directory of a run, the
             newest healthy checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
         setting: Name of the setting, for errors. Only `resume` has the value "auto".
@@ -106,14 +108,14 @@ def resolve(
     is_path = setting != "resume" or resume != "auto"
     if is_path:
         directory = storage.locate(setting, resume)
-    exists, is_file, is_checkpoint, of_run = storage.rank_0_or_checkpoint_error(
+    exists, is_file, is_checkpoint, holding = storage.rank_0_or_checkpoint_error(
         ranks,
         f"look for checkpoints in {directory}",
         lambda: (
             directory.exists(),
             directory.is_file(),
             is_path and _names_checkpoint(directory),
-            is_path and not storage.entries_of(directory) and (directory / "checkpoints").is_dir(),
+            _holding(directory) if is_path else directory,
         ),
     )
     if is_checkpoint:
@@ -124,8 +126,7 @@ def resolve(
         if problem is not None and ranks.rank == 0:
             logger.warning("%s %s; it is used because it was named", checkpoint, problem)
         return checkpoint
-    if of_run:
-        directory /= "checkpoints"
+    directory = holding
     result = usable(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
@@ -146,6 +147,15 @@ def resolve(
         for message in unusable + result.unfinished:
             logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")
     return result.checkpoint
+
+
+def _holding(directory: Path) -> Path:
+    """Return the directory of the checkpoints of a run; any other directory as it is."""
+    inside, config = directory / "checkpoints", directory / "config.yaml"
+    if storage.entries_of(directory) or not (inside.is_dir() or config.is_file()):
+        return directory
+    elsewhere = None if inside.is_dir() else flat(read_yaml(config)).get("checkpoint.path")
+    return Path(elsewhere) / directory.resolve().name if elsewhere else inside
 
 
 def newest_healthy(directory: Path) -> Path | None:

@@ -117,6 +117,11 @@ def test_resume_from_path(tmp_path: Path) -> None:
     shutil.copytree(nested.parent, tmp_path / "trainer" / "checkpoints")
     found = resolved(str(tmp_path / "trainer"), elsewhere)
     assert found == tmp_path / "trainer" / "checkpoints" / nested.name
+    run = tmp_path / "elsewhere"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"checkpoint: {{path: {tmp_path / 'disk'}}}\n")
+    (on_disk,) = save(tmp_path / "disk" / run.name, 4)
+    assert resolved(str(run), elsewhere) == on_disk
     kept = tmp_path / "the one of the paper"
     shutil.copytree(first, kept)
     assert resolved(str(kept), elsewhere) == kept
