@@ -103,7 +103,8 @@ class RecordedRun:
         rows: list[tuple[str, ...]] = []
         for record in records[:MAX_SKIPPED]:
             overflow = record.overflow or {}
-            cause = overflow.get("diagnosis", "no overflow: no gradients to apply")
+            out_of_bounds = (record.divergence or {}).get("problem")
+            cause = overflow.get("diagnosis") or out_of_bounds or "no gradients to apply"
             scale = scale_text(record.loss_scale)
             rows.append((f"{record.step:,}", scale, cause, overflow.get("advice", "")))
         more = len(records) - MAX_SKIPPED

@@ -145,6 +145,18 @@ def test_summary_agrees_with_records(tmp_path: Path) -> None:
     assert shown["peak memory of a rank"] == "3.0 GiB"
 
 
+def test_reason_of_each_skipped_step_is_shown(tmp_path: Path) -> None:
+    spike = {"problem": "loss 9 is 5 times the usual one", "action": "skip"}
+    records = [
+        skipped(1, diagnosis="the loss scale was too high"),
+        record(2, skipped=True, skipped_total=2, divergence=spike),
+        record(3, skipped=True, skipped_total=3),
+    ]
+    shown = [row[2] for row in RecordedRun.read(write_run(tmp_path / "run", records)).skipped()]
+    expected = ["the loss scale was too high", spike["problem"], "no gradients to apply"]
+    assert shown == expected
+
+
 def test_two_runs_show_their_different_settings(tmp_path: Path) -> None:
     first = write_run(tmp_path / "one", [record(1)], "steps: 2\noptim:\n  lr: 0.1\n  name: sgd\n")
     other = write_run(tmp_path / "two", [record(1)], "steps: 2\noptim:\n  lr: 0.2\n  name: sgd\n")
