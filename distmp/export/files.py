@@ -202,10 +202,10 @@ def _check_replaceable(directory: Path) -> None:
     Raises:
         CheckpointError: If the directory holds other files, such as checkpoints, or is a file.
     """
-    if directory.name in ("", ".."):
+    if directory.name in ("", "..") or directory.resolve().is_mount():
         raise CheckpointError(
             f"cannot write {directory}: exported weights replace a directory, and this one is in "
-            "use; name a new one, such as ./weights"
+            f"use or a mount point; name a new one, such as {directory}/weights"
         )
     if not directory.exists():
         return

@@ -288,6 +288,21 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
         assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()
 
 
+def test_mount_point_is_refused_before_writing(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(Path("run"), {"model/a": torch.ones(1)})
+    Path("volume").mkdir()
+    Path("link").symlink_to("volume")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == cwd / "volume")
+    for name in ("volume", "link"):
+        assert cli.main(["export", "run", f"--to={name}"]) == 1
+        expected = f"in use or a mount point; name a new one, such as {name}/weights\n"
+        assert capsys.readouterr().err.endswith(expected)
+    assert cli.main(["export", "run", "--to=volume/weights"]) == 0
+    assert [path.name for path in Path("volume").iterdir()] == ["weights"]
+
+
 def test_current_directory_is_not_replaced(cwd: Path) -> None:
     engine = make_engine(strategy="single")
     with pytest.raises(
