@@ -32,6 +32,7 @@ from distmp.engine.outcome import WARN_AFTER_SKIPS
 from distmp.engine.state import GROUP, TensorSpec
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed, require
 from distmp.export.running import RunningEngine
+from distmp.models.architecture import described
 from distmp.utils.files import check_directory_name
 
 logger = logging.getLogger("distmp")
@@ -156,17 +157,17 @@ class Saves:
             lambda: (_own_location(directory, engine), _retention(keep), _checked(numbers))
         )
         _owners[location] = engine
-        described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
+        compared = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
         # A rank that waits would write in another process group than one that does not.
-        described |= {"directory": str(directory), "keep": repr(keep), "wait": repr(bool(wait))}
-        check_same(self._world.group, self._world.device, described)
+        compared |= {"directory": str(directory), "keep": repr(keep), "wait": repr(bool(wait))}
+        check_same(self._world.group, self._world.device, compared)
         self.finish()
         step, tensors, held, health = StateToSave.of(engine)
         self.writer.redirect(location, retention)
         if not wait:
             self._open(engine)
         stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
-        stored |= described_optimizer(engine)
+        stored |= {"model": described(engine.model), **described_optimizer(engine)}
         self.writer.save(step, tensors, stored, held, health, wait=wait)
         if wait:
             self._check()
@@ -267,8 +268,8 @@ def load(
     engine: SavedEngine, directory: str | Path, *, missing_ok: bool, optimizer: bool
 ) -> dict[str, Any] | None:
     """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
-    described = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
-    check_same(engine.world.group, engine.world.device, described)
+    compared = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
+    check_same(engine.world.group, engine.world.device, compared)
     checkpoint = recovery.resolve(
         str(directory), Path(), setting="directory", missing_ok=missing_ok
     )

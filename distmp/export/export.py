@@ -180,6 +180,8 @@ def export(
         write_adapter(target, weights, adapter, tokenizer)
     else:
         described = checkpoint.state.numbers.get("model")
+        if described is None:
+            logger.warning("no config.json is written: %s does not describe its model", checkpoint)
         write(target, weights, described, DTYPE_WORDS[dtype], tokenizer=tokenizer)
     return checkpoint
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distmp.checkpoint.storage import synchronize
 from distmp.errors import CheckpointError, listed
-from distmp.models import huggingface, huggingface_files
+from distmp.models import huggingface_files
 from distmp.models.architecture import is_hugging_face
 
 
@@ -122,10 +122,10 @@ def write(
                 "weight_map": {name: file for file, names in files.items() for name in names},
             }
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        if architecture is not None and is_hugging_face(architecture):
-            huggingface.write_configuration(temporary, architecture, dtype)
-        elif architecture is not None:
-            text = json.dumps(architecture, indent=2)
+        if architecture is not None:
+            is_ours = not is_hugging_face(architecture)
+            own = {} if is_ours else {"dtype": str(dtype).removeprefix("torch.")}
+            text = json.dumps({**architecture, **own}, indent=2)
             (temporary / huggingface_files.CONFIG_FILE).write_text(f"{text}\n")
         huggingface_files.copy(tokenizer, temporary)
 

@@ -24,7 +24,6 @@ from distmp.models.huggingface_files import CONFIG_FILE, locate
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.models.loss import arguments_of
 from distmp.models.settings import ModelConfig
-from distmp.utils.imports import require_package
 from distmp.utils.processes import is_out_of_memory
 
 logger = logging.getLogger("distmp")
@@ -211,32 +210,10 @@ def _set_targets(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def configuration(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model from `build`, as values that JSON can represent."""
-    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
-    return values
-
-
-def write_configuration(directory: Path, values: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Write the configuration files that transformers needs to load weights in a directory.
-
-    Args:
-        directory: The directory, for `from_pretrained`.
-        values: Result of `configuration`.
-        dtype: Dtype of the weights.
-
-    Raises:
-        ConfigError: If transformers is not installed or does not know the model.
-    """
-    require_package("model.name", str(values.get("model_type")), "transformers", "hf")
-    from transformers import AutoConfig
-
-    with _quiet(), torch.device("meta"):
-        with _refusals(str(values.get("model_type"))):
-            config = AutoConfig.for_model(**values)
-            model = _auto_model().from_config(config, trust_remote_code=False, dtype=dtype)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(directory)
-        model.generation_config.save_pretrained(directory)
+    """Return the content of config.json of a model of transformers."""
+    values: dict[str, Any] = json.loads(model.config.to_json_string())  # type: ignore[union-attr,operator]
+    # FSDP gives a model a class of its own.
+    return values | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
 
 
 def _read_config(path: Path, options: Mapping[str, Any]) -> Any:

@@ -288,6 +288,44 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
         assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_transformers_load_exports_of_an_engine(cwd: Path, kind: str) -> None:
+    """Also models other than causal language models."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "num_labels": 3}
+    model: Any
+    if kind == "bert":
+        sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.BertConfig(intermediate_size=32, **sizes)
+        model = transformers.BertForSequenceClassification(config)
+    else:
+        small = transformers.T5Config(d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2)
+        model = transformers.T5ForConditionalGeneration(small)
+    engine = make_engine(model=model, strategy="single", optimizer=fused_sgd)
+    engine.save("saved")
+    engine.export("exported")
+    assert cli.main(["export", "saved", "--to=bf16", "--dtype=bf16"]) == 0
+    for directory, dtype in (("exported", torch.float32), ("bf16", torch.bfloat16)):
+        found, report = type(model).from_pretrained(
+            directory, dtype="auto", output_loading_info=True
+        )
+        assert not any(report.values())
+        assert found.dtype == dtype
+        assert found.config.architectures == [type(model).__name__]
+        expected = {k: v.to(dtype) for k, v in model.state_dict().items()}
+        assert_same_bits(found.state_dict(), expected)
+
+
+def test_missing_description_of_model_is_logged(
+    cwd: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_engine(strategy="single").save("saved")
+    assert cli.main(["export", "saved", "--to=weights"]) == 0
+    expected = "no config.json is written: saved/step-000000 does not describe its model"
+    assert expected in caplog.messages
+
+
 def test_mount_point_is_refused_before_writing(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
