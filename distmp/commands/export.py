@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from distmp.utils.settings.command_line import Parser
@@ -23,7 +24,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "checkpoint", help="a checkpoint, or the directory of a run to export its latest one"
     )
-    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="a new or empty directory")
+    parser.add_argument(
+        "--to",
+        type=os.path.expanduser,  # shells do not expand the ~ of --to=~/weights
+        metavar="DIRECTORY",
+        required=True,
+        help="a new or empty directory",
+    )
     parser.add_argument(
         "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )

@@ -155,7 +155,7 @@ def _parse(argv: list[str]) -> Namespace:
 def _unfinished(directory: Path) -> Iterator[Path]:
     """Yield a new directory, which gets the name `directory` if the block succeeds."""
     problem = "exists; name a new directory, or remove this one"
-    require(not directory.exists(), "--to", str(directory), problem)
+    require(not os.path.lexists(directory), "--to", str(directory), problem)
     unfinished = directory.with_name(directory.name + token_metadata.UNFINISHED_SUFFIX)
     try:
         unfinished.mkdir(parents=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def export(
     require(dtype in DTYPE_WORDS, "--dtype", dtype, nearest(dtype, DTYPE_WORDS))
     check_directory_name("--to", directory)
     target = Path(directory)
-    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    is_new = not os.path.exists(target) or (target.is_dir() and not any(target.iterdir()))
     require(is_new, "--to", str(directory), "exists already; name a new directory")
     checkpoint = recovery.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # without `missing_ok`

@@ -224,11 +224,11 @@ def _check_replaceable(directory: Path) -> None:
 @contextmanager
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
-    _check_replaceable(directory)
     target = directory.resolve()  # a symbolic link stays
     temporary = target.with_name(f".{target.name}.writing")
     replaced = target.with_name(f".{target.name}.replaced")
     try:
+        _check_replaceable(directory)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary

@@ -396,7 +396,7 @@ def _unreachable(endpoint: Endpoint, problem: OSError) -> str:
     if isinstance(problem, ConnectionRefusedError):
         check = (
             f"the host responds, but nothing listens on port {endpoint.port}: check that "
-            "`distmp launch` runs there with the same endpoint"
+            "`distmp launch` runs there with this endpoint as node rank 0"
         )
     else:
         check = (

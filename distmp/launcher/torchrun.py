@@ -44,6 +44,8 @@ def read(arguments: list[str]) -> UserOptions:
     except (RuntimeError, ValueError) as error:
         raise _not_torchruns(arguments, str(error)) from None
     require(ranks is None or ranks >= 1, "--nproc-per-node", ranks, "must be at least 1")
+    problem = "must be 0 for the first machine, 1 for the second and so on"
+    require(node_rank is None or node_rank >= 0, "--node-rank", node_rank, problem)
     if nnodes and not 1 <= nnodes[0] <= nnodes[1]:
         raise ConfigError("--nnodes", options.nnodes, "must be N or MIN:MAX with 1 <= MIN <= MAX")
     own = [name for name in _OWN_RENDEZVOUS if getattr(options, name) is not None]

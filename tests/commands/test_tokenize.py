@@ -242,6 +242,8 @@ def test_unrelated_directory_is_not_replaced(
     message = "cannot create out.partial (File exists); remove what a killed command left"
     assert message in capsys.readouterr().err
     Path("out.partial").rmdir()
+    assert tokenize(*arguments[:1], f"--to={300 * 'x'}", *arguments[2:]) == 2
+    assert "File name too long" in capsys.readouterr().err
     assert tokenize(*arguments) == 0
     assert tokenize(*arguments) == 2
     assert "'out': exists; name a new directory, or remove this one" in capsys.readouterr().err

@@ -224,6 +224,7 @@ REFUSED = {
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
     "damaged": (["damaged", "--to", "new"], "has 0 bytes"),
+    "too long": (["run", "--to", 300 * "x"], "xxx: [Errno 36] File name too long"),
     "not to be written": (["run", "--to", "file/new"], "cannot write file/new: "),
 }
 
@@ -324,6 +325,17 @@ def test_missing_description_of_model_is_logged(
     assert cli.main(["export", "saved", "--to=weights"]) == 0
     expected = "no config.json is written: saved/step-000000 does not describe its model"
     assert expected in caplog.messages
+
+
+def test_home_directory_is_found_after_equals_sign(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells expand `--to ~/weights` and not `--to=~/weights`."""
+    checkpoint(Path("run"), {"model/a": torch.ones(1)})
+    monkeypatch.setenv("HOME", str(cwd / "home"))
+    assert cli.main(["export", "run", "--to=~/weights"]) == 0
+    assert (cwd / "home" / "weights" / "model.safetensors").is_file()
+    assert not Path("~").exists()
 
 
 def test_mount_point_is_refused_before_writing(

@@ -415,6 +415,7 @@ def test_number_of_ranks_follows_environment(
         (["--nproc-per-nod"], "expected one argument"),
         (["--nproc-per-node", "many"], "many"),
         (["--nproc-per-node", "0"], "at least 1"),
+        (["--node-rank", "-1"], "must be 0 for the first machine"),
         (["--nnodes", "x"], "x"),
         (["--nnodes", "3:2"], "MIN <= MAX"),
         (["--optim.lr", "1"], "--optim.lr"),
