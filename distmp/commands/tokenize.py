@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     require(arguments.workers >= 1, "--workers", arguments.workers, "use 1 or more processes")
     encoder = load_encoder(arguments.tokenizer)
-    directory = Path(arguments.to).expanduser()
+    directory = Path(os.path.expanduser(arguments.to))
     with _unfinished(directory) as unfinished:
         documents = _documents(arguments, unfinished / "cache")
         encoded = _encoded(documents, encoder, arguments, unfinished / "cache" / "ids.arrow")
@@ -108,7 +108,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         return Encoder(
             tokenizer_metadata(BYTES, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
         )
-    directory = Path(tokenizer).expanduser()
+    directory = Path(os.path.expanduser(tokenizer))
     problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
     require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
     require_package("--tokenizer", tokenizer, "transformers", "hf")
@@ -210,7 +210,7 @@ def _column(loaded: Any, name: str, key: str) -> Any:
         raise ConfigError("INPUT", name, problem)
     problem = f"holds {texts.type} under {key!r}; set --key to a key of texts"
     require(str(texts.type) in ("string", "large_string"), "INPUT", name, problem)
-    return loaded.select_columns([key]).rename_column(key, "document")
+    return loaded.select_columns([key]).rename_columns({key: "document"})
 
 
 def _suffix(file: Path) -> str:
@@ -220,7 +220,7 @@ def _suffix(file: Path) -> str:
 
 
 def _files(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         return [path]
     files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ def text_files(config: DataConfig, path: str | None) -> tuple[Path, dict[str, in
     if path is None:
         directory = Path(sysconfig.get_path("stdlib"))
         return directory, list_text_files(directory, config.pattern, _NOT_STANDARD_LIBRARY)
-    directory = Path(path).expanduser()
+    directory = Path(os.path.expanduser(path))
     return directory, list_text_files(directory, config.pattern)
 
 
@@ -95,7 +96,7 @@ def _split_text(
     length = config.sequence_length
     everything = TextDirectory(directory, files, length)
     if config.validation_path is not None:
-        other = Path(config.validation_path).expanduser()
+        other = Path(os.path.expanduser(config.validation_path))
         other_files = list_text_files(other, config.pattern, setting="data.validation_path")
         validation = TextDirectory(other, other_files, length)
         _require_window("data.validation_path", str(other), validation)
@@ -116,11 +117,11 @@ def _split_text(
 
 
 def _build_tokens(config: DataConfig) -> Datasets:
-    path, length = Path(config.path or "").expanduser(), config.sequence_length
+    path, length = Path(os.path.expanduser(config.path or "")), config.sequence_length
     everything, metadata = open_tokens(path, length, "data.path")
     train, validation = everything, None
     if config.validation_path is not None:
-        other = Path(config.validation_path).expanduser()
+        other = Path(os.path.expanduser(config.validation_path))
         validation, of_validation = open_tokens(other, length, "data.validation_path")
         check_validation(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +21,7 @@ def locate(name: str) -> Path:
     Raises:
         ConfigError: If it does not exist, or transformers is not installed.
     """
-    path = Path(located("model.name", name.removeprefix(PREFIX), MODEL)).expanduser()
+    path = Path(os.path.expanduser(located("model.name", name.removeprefix(PREFIX), MODEL)))
     file = path if path.suffix == ".json" else path / CONFIG_FILE
     problem = (
         f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. Nothing "

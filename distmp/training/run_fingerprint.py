@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -169,7 +170,7 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
     """Return the directory of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
-        path = Path(config.data.path).expanduser()
+        path = Path(os.path.expanduser(config.data.path))
         candidates.append((path if path.is_dir() else path.parent) / huggingface_files.SUBDIRECTORY)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))

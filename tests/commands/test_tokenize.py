@@ -150,6 +150,15 @@ def test_all_input_formats_are_read() -> None:
 
 
 @pytest.mark.usefixtures("cwd")
+def test_any_column_holds_the_texts() -> None:
+    Path("in.jsonl").write_text('{"document": "d", "text": "t"}')
+    for key in ("document", "text"):
+        arguments = ("in.jsonl", f"--key={key}", f"--to={key}", "--tokenizer=bytes", "--workers=1")
+        assert tokenize(*arguments) == 0
+        assert ids_in(Path(key)) == [ord(key[0]), 256]
+
+
+@pytest.mark.usefixtures("cwd")
 def test_names_of_files_are_no_patterns() -> None:
     for name in ("a1.txt", "a[1].txt", "*.txt"):
         Path(name).write_text(name)
@@ -176,6 +185,7 @@ def test_run_needs_only_tokenized_directory(jsonl: str, capsys: pytest.CaptureFi
             ["none", "--tokenizer=bytes"],
             "INPUT = 'none': cannot list none: No such file or directory",
         ),
+        (["~nouser/x", "--tokenizer=bytes"], "INPUT = '~nouser/x': cannot list ~nouser/x"),
         (["in.jsonl", "--tokenizer=none"], "--tokenizer = 'none': has no tokenizer.json"),
         (["in.jsonl", "--tokenizer=odd"], "--tokenizer = 'odd': transformers cannot load it"),
         (

@@ -137,6 +137,12 @@ def test_validation_directory_errors_name_their_setting(
     assert caught.value.setting == "data.validation_path"
 
 
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_home_of_unknown_user_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path = '~nouser/x': "):
+        build_datasets(DataConfig(source=source, path="~nouser/x"))
+
+
 # --- token files ---
 
 
