@@ -24,13 +24,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "checkpoint", help="a checkpoint, or the directory of a run to export its latest one"
     )
-    parser.add_argument(
-        "--to",
-        type=os.path.expanduser,  # shells do not expand the ~ of --to=~/weights
-        metavar="DIRECTORY",
-        required=True,
-        help="a new or empty directory",
-    )
+    parser.add_argument("--to", metavar="DIRECTORY", required=True, help="a new or empty directory")
     parser.add_argument(
         "--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="dtype of the weights"
     )
@@ -41,6 +35,7 @@ def main(argv: list[str]) -> int:
     # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
 
-    checkpoint = export(arguments.checkpoint, arguments.to, arguments.dtype, ema=arguments.ema)
-    sys.stdout.write(f"exported {checkpoint} in {arguments.dtype} to {arguments.to}\n")
+    target = os.path.expanduser(arguments.to)  # shells do not expand the ~ of --to=~/weights
+    checkpoint = export(arguments.checkpoint, target, arguments.dtype, ema=arguments.ema)
+    sys.stdout.write(f"exported {checkpoint} in {arguments.dtype} to {target}\n")
     return 0

@@ -266,7 +266,7 @@ def local_address(given: str | None, address: str, network: Network) -> tuple[st
 def selected_interface(
     local_address: str, network: Network, variables: Mapping[str, str]
 ) -> dict[str, ExplainedValue[str]]:
-    """Return the variables that select the interface of an address.
+    """Return the variables that select the interface of an address, unless they are set.
 
     Args:
         local_address: Address of this machine in the run.
@@ -281,23 +281,10 @@ def selected_interface(
     interface = network.interface_of(local_address)
     if interface is None:
         return {}
-    return interface_variables(interface, f"the interface that has {local_address}", variables)
-
-
-def interface_variables(
-    interface: str, reason: str, variables: Mapping[str, str]
-) -> dict[str, ExplainedValue[str]]:
-    """Return the variables that select one interface for gloo and NCCL, unless they are set.
-
-    Args:
-        interface: Name of the interface.
-        reason: Why it is selected.
-        variables: The environment.
-    """
     # "=" makes NCCL match the full name: eth1 would match eth10 too.
     names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {
-        name: ExplainedValue(value, reason)
+        name: ExplainedValue(value, f"the interface that has {local_address}")
         for name, value in names.items()
         if not variables.get(name)
     }

@@ -18,7 +18,6 @@ from distmp.launcher.network import (
     Network,
     address_of,
     hosts_store,
-    interface_variables,
     join_port,
     local_address,
     selected_interface,
@@ -174,6 +173,8 @@ def make_plan(
     if given.own_rendezvous is not None:
         refuse_port(given, f"--{given.own_rendezvous.replace('_', '-')} sets the port")
         is_alone = given.own_rendezvous == "standalone"
+        waits = is_alone and given.nnodes is not None and given.nnodes[0] > 1
+        require(not waits, "--nnodes", given.nnodes, "is not one machine; leave out --standalone")
         return _on_loopback(plan, given, network, variables) if is_alone else plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
     problem = (
@@ -211,13 +212,12 @@ def refuse_port(given: UserOptions, why: str) -> None:
 
 def _on_loopback(plan: Plan, given: UserOptions, network: Network, variables: Variables) -> Plan:
     """Let a run on one machine listen on the loopback interface only."""
-    loopback = network.interface_of(_LOOPBACK)
-    if loopback is None:
+    if network.interface_of(_LOOPBACK) is None:
         return plan
     reason = "one machine: nothing listens on its other interfaces"
     if given.local_addr is None:
         plan = _with(plan, ExplainedValue(f"--local-addr={_LOOPBACK}", reason))
-    additions = interface_variables(loopback, reason, variables)
+    additions = selected_interface(_LOOPBACK, network, variables)
     return replace(plan, variables={**plan.variables, **additions})
 
 

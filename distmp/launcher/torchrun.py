@@ -93,7 +93,7 @@ def parse(
 
 
 def check(options: Namespace, torchrun_arguments: list[str]) -> None:
-    """Refuse values that torchrun would refuse with a traceback.
+    """Refuse values that torchrun would refuse with a traceback, and create its log directory.
 
     Args:
         options: Parsed options.
@@ -106,7 +106,9 @@ def check(options: Namespace, torchrun_arguments: list[str]) -> None:
 
     try:
         config_from_args(Namespace(**vars(options)))
-    except (AssertionError, ValueError) as error:
+        if options.log_dir is not None:
+            os.makedirs(options.log_dir, exist_ok=True)
+    except (AssertionError, ValueError, OSError) as error:
         raise _not_torchruns(torchrun_arguments, str(error)) from None
 
 
@@ -120,9 +122,10 @@ def _read_conf(text: str | None) -> dict[str, str] | None:
 
 
 def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
+    variables = [f"{key}={value}" for key, value in os.environ.items() if key.startswith("PET_")]
     return ConfigError(
         "distmp launch",
-        shlex.join(torchrun_arguments),
+        shlex.join([*variables, *torchrun_arguments]),
         f"torchrun does not accept this: {problem[:_SHOWN]}. Write torchrun's options before '--' "
         "and the run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
     )

@@ -364,8 +364,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [*os.environ]:
         if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
     return monkeypatch
 
 
@@ -421,6 +422,8 @@ def test_number_of_ranks_follows_environment(
         (["--optim.lr", "1"], "--optim.lr"),
         (["script.py"], "'script.py' is not an option"),
         ([f"--={5000 * 'x'}"], "ambiguous option"),
+        (["--log-dir", "/proc/none"], "'/proc/none'"),
+        (["--standalone", "--nnodes", "2"], "leave out --standalone"),
         (["--max-restarts", "-1"], "max_restarts must be >= 0"),
         (["--local-ranks-filter", "x"], "must be a comma-separated list"),
     ],
@@ -437,6 +440,12 @@ def test_wrong_torchrun_options_are_one_message(
     assert problem in str(error.value)
     assert len(str(error.value)) < 1000
     assert "usage" not in capsys.readouterr().err
+
+
+def test_wrong_variable_of_torchrun_is_named(unset: pytest.MonkeyPatch) -> None:
+    unset.setenv("PET_NNODES", "x")
+    with pytest.raises(ConfigError, match="PET_NNODES=x"):
+        launch([], "distmp.train", [])
 
 
 @pytest.mark.parametrize(

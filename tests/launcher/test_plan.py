@@ -175,6 +175,12 @@ def test_unknown_interface_is_named(interface: str, problem: str) -> None:
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 
+def test_unknown_interface_on_one_machine_is_named() -> None:
+    """It would be a traceback of each rank."""
+    with pytest.raises(ConfigError, match="no such interface"):
+        plan(LOCAL, variables={"GLOO_SOCKET_IFNAME": "eth7"})
+
+
 def test_head_without_address_is_refused() -> None:
     with pytest.raises(AddressError, match="'n9' has no address here") as error:
         plan(replace(SECOND, head=ExplainedValue("n9", "list")))
