@@ -106,8 +106,7 @@ def check(options: Namespace, torchrun_arguments: list[str]) -> None:
 
     try:
         config_from_args(Namespace(**vars(options)))
-        if options.log_dir is not None:
-            os.makedirs(options.log_dir, exist_ok=True)
+        os.makedirs(options.log_dir or ".", exist_ok=True)
     except (AssertionError, ValueError, OSError) as error:
         raise _not_torchruns(torchrun_arguments, str(error)) from None
 

@@ -26,14 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("other", type=Path, nargs="?", help="directory of a run to compare it with")
-    help_text = "output file (default: RUN_DIR/report.html)"
-    parser.add_argument("--to", type=os.path.expanduser, help=help_text)
+    parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
     require_package("command line", "report", "matplotlib", "report")
     from distmp.commands.report.page import RecordedRun, page
 
     runs = [RecordedRun.read(path) for path in (arguments.run_dir, arguments.other) if path]
-    target = Path(arguments.to or arguments.run_dir / "report.html")
+    target = Path(os.path.expanduser(arguments.to or arguments.run_dir / "report.html"))
     try:
         with replacing(target) as file:
             file.write(page(runs).encode())

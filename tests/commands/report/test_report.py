@@ -187,6 +187,14 @@ def test_too_long_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "contains no step" in capsys.readouterr().err
 
 
+def test_home_directory_is_found_after_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["report", str(write_run(tmp_path / "run", [record(1)])), "--to=~/run.html"]) == 0
+    assert (tmp_path / "run.html").is_file()
+
+
 def test_unwritable_path_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_run(tmp_path / "run", [record(1)])
     assert main(["report", str(directory), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
