@@ -32,6 +32,9 @@ logger = logging.getLogger("distmp")
 PINNED_IN_PLACE_BYTES = 1 << 20
 # Host memory that pinning leaves free: pinned memory cannot be swapped.
 SPARE_BYTES = 1 << 30
+# How long a snapshot waits for `release` once it is copied. A change of a tensor while it is copied
+# ends, and changes the version of the tensor, in less time.
+SETTLED_SECONDS = 2.0
 
 # Note [Lifetime of host memory]
 # `HostBuffers` keeps the buffers from one snapshot to the next, since allocating and pinning take
@@ -146,7 +149,9 @@ def _register(tensor: Tensor) -> Tensor:
 # `release` blocks the training thread until they are done. `_copied` and `_released` are separate
 # events since each thread waits for the other: the update waits for the copy, and the writing
 # thread waits for `release`, which compares the versions of the sources. A source that was changed
-# before that makes the snapshot invalid: it would mix two steps.
+# before that makes the snapshot invalid: it would mix two steps. An operation changes the version
+# when it ends, so the writing thread does not compare immediately after the copy. But an update may
+# never follow, so that thread calls `release` itself after `SETTLED_SECONDS`.
 #
 # The sources are alive while they are copied, as the optimizer and the model hold them; `complete`
 # drops its references to them, so that a snapshot that waits for the disk does not keep a replaced
@@ -287,7 +292,8 @@ class Snapshot:
             self._copied.set()
         if self._event is not None:
             self._event.synchronize()
-        self._released.wait()
+        if not self._released.wait(SETTLED_SECONDS):
+            self.release()  # no update follows soon: validation, or an error on another rank
         self._copies.clear()
         if self._problem is not None:
             raise CheckpointError(self._problem)

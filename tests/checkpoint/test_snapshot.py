@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distmp.checkpoint import saving
+from distmp.checkpoint import snapshot as snapshot_module
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _Copy, written_here
 from distmp.errors import CheckpointError
@@ -162,6 +164,22 @@ def test_changed_held_tensor_fails_snapshot() -> None:
     live["weight"].fill_(1)
     with pytest.raises(CheckpointError, match=r"^weight was changed .* checkpoint\.asynchronous"):
         complete(snapshot)
+
+
+def test_snapshot_completes_without_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "SETTLED_SECONDS", 0.01)
+    live = {"weight": torch.ones(10)}
+    snapshot = Snapshot(live, set(live), HostBuffers())
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            assert pool.submit(snapshot.complete).result(30)["weight"].sum() == 10
+        finally:
+            snapshot.release()
+        live["weight"].fill_(1)  # too late to change the copy
+        snapshot = Snapshot(live, set(live), HostBuffers())
+        live["weight"].fill_(2)
+        with pytest.raises(CheckpointError, match="weight was changed"):
+            pool.submit(snapshot.complete).result(30)
 
 
 def test_slow_copy_fails_snapshot() -> None:

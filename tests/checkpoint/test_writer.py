@@ -22,7 +22,7 @@ from distmp.checkpoint.snapshot import Snapshot, _Copy
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
-from distmp.errors import CheckpointError
+from distmp.errors import CheckpointError, DataError
 from tests import reference
 from tests.checkpoint import listing
 from tests.parallel.sharding import sharded
@@ -248,6 +248,18 @@ def test_writer_exit_finishes_save(
         writing.save(1, {"a": torch.ones(1)}, {})
         if error is not None:
             raise error
+    assert listing.latest(tmp_path) is not None
+
+
+@ranks(2)
+def test_error_of_one_rank_leaves_checkpoint(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    with contextlib.suppress(DataError), make_writer(tmp_path) as writing:
+        writing.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {}, {"weight 0"})
+        if dist.get_rank() == 1:
+            raise DataError("a file of this rank")
+        wait_until(ended.exists)  # as in a collective of a step, which the other rank never calls
+    ended.touch()
     assert listing.latest(tmp_path) is not None
 
 
