@@ -113,9 +113,11 @@ class Stream:
         reordered = self.epoch > 0 and getattr(self._dataset, "num_shards", 1) > 1
         if count > 1 and hasattr(self._dataset, "skip") and not reordered:
             self._begin(self._dataset.skip(count - 1))
-            self._read, self._position = count - 1, first + count - 1
-            # The first read may compute skipped samples, which draw its random numbers.
-            if self._draw() and self._draw():
+            # The first read draws as that of the whole pass, whose order it may shuffle, and as
+            # skipped samples, which it may compute.
+            found = self._draw()
+            self._read, self._position = count, first + count
+            if found and self._draw():
                 return True
             self._position = first  # the pass is shorter: read it again to count its samples
         self._begin(self._dataset)

@@ -243,6 +243,29 @@ def test_skipped_samples_draw_no_random_numbers_of_others() -> None:
         assert values(loader(samples)) == whole[samples:]
 
 
+class ShuffledSkipping(IterableDataset[Any]):
+    """Shuffles when it is read, and skips in that order."""
+
+    def __init__(self, skipped: int = 0) -> None:
+        self.skipped = skipped
+
+    def skip(self, count: int) -> ShuffledSkipping:
+        return ShuffledSkipping(self.skipped + count)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = random.sample(torch.randperm(24).tolist(), 24)
+        for number in order[self.skipped :]:
+            yield {"x": number + 0.5 * random.random()}
+
+
+def test_skip_keeps_order_that_each_pass_draws() -> None:
+    loader = DataLoader(ShuffledSkipping(), 4, 2)
+    whole = values(loader) + values(loader)
+    for samples in range(0, 48, 4):
+        found = values(DataLoader(ShuffledSkipping(), 4, 2, first_sample=samples))
+        assert found == whole[samples : samples + len(found)]
+
+
 class Drawing(IterableDataset[float]):
     """Shuffles with Python's generator, and each sample draws from torch's and numpy's."""
 
