@@ -18,6 +18,7 @@ from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, list_text_files
 from distmp.data.tokens import W, Windows, check_validation, open_tokens
 from distmp.errors import ConfigError, require
+from distmp.utils.generators import generators_kept
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
@@ -175,7 +176,8 @@ def _require_window(setting: str, path: str, dataset: Windows, samples: int = 1)
 
 def _build_from_callable(config: DataConfig) -> Datasets:
     function = config.function()
-    train = _call(config, function, "train")
+    with generators_kept():  # a split at random has to be the same in both calls
+        train = _call(config, function, "train")
     require(train is not None, "data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
     size = getattr(train, "vocabulary_size", None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -8,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from distmp.config import load
 from distmp.data.datasets import build_datasets, identity, is_held_out
@@ -328,6 +330,18 @@ def test_callable_gets_split_length_and_options() -> None:
     assert build_datasets(DataConfig(source=f"{HERE}:squares")).validation is None
     stream = build_datasets(DataConfig(source=f"{HERE}:UnsizedStream"))
     assert "samples for training: a stream" in stream.description
+
+
+def permuted(split: str, sequence_length: int) -> Any:
+    """Split the samples at random, with all default generators."""
+    order = torch.randperm(100).tolist()
+    order = [order[i] for i in np.random.permutation(random.sample(range(100), 100))]
+    return Subset(range(100), order[:20] if split == "validation" else order[20:])  # type: ignore[arg-type]
+
+
+def test_random_split_of_callable_shares_no_sample() -> None:
+    data = build_datasets(DataConfig(source=f"{HERE}:permuted"))
+    assert sorted([*data.train, *data.validation]) == [*range(100)]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
