@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
-from distmp.data.loading import is_stream
+from distmp.data.loading import attribute_of, is_stream
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, list_text_files
@@ -180,7 +180,7 @@ def _build_from_callable(config: DataConfig) -> Datasets:
         train = _call(config, function, "train")
     require(train is not None, "data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
-    size = getattr(train, "vocabulary_size", None)
+    size = attribute_of(train, "vocabulary_size")
     return _described(config.source, train, validation, size)
 
 

@@ -33,13 +33,20 @@ from distmp.utils.tensor_trees import described
 def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
     """Return the function that makes a microbatch of samples.
 
-    It is the attribute `collate_fn` of the dataset, or of the dataset that is split into
-    `torch.utils.data.Subset`s; without one, `collate`.
+    It is `attribute_of(dataset, "collate_fn")`; without one, `collate`.
     """
-    while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    function: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", None) or collate
+    function: Callable[[list[Any]], Any] = attribute_of(dataset, "collate_fn") or collate
     return function
+
+
+def attribute_of(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset, or of the one that is split into `Subset`s of torch.
+
+    None if neither has it.
+    """
+    while not hasattr(dataset, name) and isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, name, None)
 
 
 def collate(samples: Sequence[Any]) -> Any:

@@ -344,6 +344,14 @@ def test_random_split_of_callable_shares_no_sample() -> None:
     assert sorted([*data.train, *data.validation]) == [*range(100)]  # type: ignore[misc]
 
 
+def subset(split: str, sequence_length: int) -> Any:
+    return Subset(Subset(squares("train", sequence_length), range(9)), range(5))
+
+
+def test_subset_has_vocabulary_of_its_dataset() -> None:
+    assert build_datasets(DataConfig(source=f"{HERE}:subset")).vocabulary_size == 17
+
+
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
