@@ -209,14 +209,14 @@ class Trainer(TrainingLoop):
 
     def _begin_step(self, *, first: bool) -> None:
         step = self.progress.step + 1
+        # What callbacks draw is a function of the seed and the position in the data.
+        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
         for callback in self._each("on_step_begin", step):
             callback.on_step_begin(self, step)
         current_phase.begin_step(step, first=first)
         begin = self.progress.samples
         end = begin + self.config.batch.global_batch_size - 1
         self.engine.batches.name = f"step {step} (samples {begin} to {end} of the run)"
-        # What callbacks draw is a function of the seed and the position in the data.
-        seed_generators(f"run {self.config.seed} {self.progress.samples} {self.world.rank}")
 
     def read_step(self) -> None:
         """Read the numbers of the step that was launched last, if they have not been read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -313,6 +314,28 @@ def test_state_other_than_dict_is_refused_before_training(tmp_path: Path) -> Non
     with pytest.raises((ConfigError, SetupError)) as caught:
         trainer(tmp_path / "run", Empty()).run(StopSignals())
     assert str(caught.value) == "state_dict() of callback Empty = 'NoneType': return a dict"
+
+
+class Draws(Callback):
+    """Draws random numbers before each step, more of them before later steps."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, float] = {}
+
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        self.drawn[step] = torch.rand(step).sum().item() + random.random()
+
+
+@ranks(1)
+def test_callback_draws_the_same_before_steps_of_a_resumed_run(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"callbacks": [], "ema": {}, "early_stopping": {}}
+    small["schedule"] = {"warmup_steps": 1}
+    first, second, whole = Draws(), Draws(), Draws()
+    finished(trainer(tmp_path / "run", first, **small, steps=2))
+    finished(trainer(tmp_path / "run", second, **small, steps=4, resume="auto"))
+    finished(trainer(tmp_path / "whole", whole, **small, steps=4))
+    assert first.drawn | second.drawn == whole.drawn
+    assert len({*whole.drawn.values()}) == 4
 
 
 class Phases(Callback):
