@@ -184,6 +184,13 @@ class ValidationConfig:
             valid = value is None or value >= 1
             require(valid, f"validation.{name}", value, "use 1 or more samples")
 
+    def check(self, is_held_out: bool, problem: str) -> None:
+        """Refuse settings that have no effect without held-out data."""
+        for name, unused in {"every": 0, "metrics": {}, "final_samples": "null"}.items():
+            value = getattr(self, name)
+            hint = f"{problem}; set it to {unused}, or hold out data"
+            require(is_held_out or not value, f"validation.{name}", value, hint)
+
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
@@ -512,10 +519,9 @@ class RunConfig:
         self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     def _check_held_out(self) -> None:
-        every, data = self.validation.every, self.data
+        data = self.data
         is_held_out = data.held_out > 0 or data.is_import_path or data.validation_path is not None
-        hint = "has no data with data.held_out = 0; set it to 0, or hold out data"
-        require(every == 0 or is_held_out, "validation.every", every, hint)
+        self.validation.check(is_held_out, "has no data with data.held_out = 0")
 
     @property
     def hang_seconds(self) -> float:

@@ -66,6 +66,11 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
             "validation.every = 5: has no data with data.held_out = 0; set it to 0",
         ),
         (
+            ["--validation.metrics", "{right: accuracy}", "--data.held-out", "0"],
+            "validation.metrics = {'right': 'accuracy'}: has no data with data.held_out = 0; set",
+        ),
+        (["--validation.final-samples", "5", "--data.held-out", "0"], "set it to null, or hold"),
+        (
             ["--shard-optimizer", "--strategy", "single"],
             "shard_optimizer = True: has no effect under strategy single",
         ),

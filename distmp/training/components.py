@@ -81,7 +81,8 @@ def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     """Build data, model and loss without communication.
 
     Raises:
-        ConfigError: If the settings of data, model or batch are invalid.
+        ConfigError: If the settings of data, model or batch are invalid, or the data does not fit
+            them.
     """
     microbatches = microbatches_per_rank(
         config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
@@ -91,6 +92,7 @@ def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     # Functions of users may draw from any generator; a resumed run needs the same data.
     seed_all(config.seed)
     datasets = build_datasets(config.data)
+    _check_datasets(config, datasets)
     seed_all(config.seed)
     model = _build(config, datasets.vocabulary_size, world)
     weights = configured_weights(config.model)
@@ -105,7 +107,7 @@ def build_model_and_data(config: RunConfig, world: World) -> ModelAndData:
     return ModelAndData(datasets, model, build_loss(config.model), microbatches, weights, built)
 
 
-def check_datasets(config: RunConfig, datasets: Datasets) -> None:
+def _check_datasets(config: RunConfig, datasets: Datasets) -> None:
     """Refuse data on which a run would not train as configured.
 
     Raises:
@@ -118,9 +120,8 @@ def check_datasets(config: RunConfig, datasets: Datasets) -> None:
         "use a smaller batch, or more data"
     )
     require(samples is None or samples >= size, "batch.global_batch_size", size, problem)
-    every, is_held_out = config.validation.every, datasets.validation is not None
-    problem = "needs held-out data; set it to 0, or return a dataset for the split 'validation'"
-    require(every == 0 or is_held_out, "validation.every", every, problem)
+    problem = "data.source returned None for split='validation'"
+    config.validation.check(datasets.validation is not None, problem)
 
 
 def _with_weights(

@@ -90,7 +90,7 @@ class _Builder:
     def build(self) -> Run:
         """Return the run; see `build_run`."""
         config, world, ranks = self.config, self.world, self.world.ranks
-        parts = ranks.all_or_none(self._prepare)
+        parts = ranks.all_or_none(lambda: components.build_model_and_data(config, world))
         checkpoint = self._find_checkpoint()
         progress = Progress() if checkpoint is None else components.stored_progress(checkpoint)
         # Counted before a sharded strategy leaves only a part of each parameter on this rank.
@@ -136,11 +136,6 @@ class _Builder:
         if (attempt := self.restarts.describe_attempt(progress.step)) is not None:
             self.console.message(attempt)
         return run
-
-    def _prepare(self) -> ModelAndData:
-        parts = components.build_model_and_data(self.config, self.world)
-        components.check_datasets(self.config, parts.datasets)
-        return parts
 
     def _freezes_random_weights(self) -> bool:
         model = self.config.model

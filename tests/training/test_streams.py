@@ -62,6 +62,10 @@ def streams(split: str, sequence_length: int, kind: str = "stream") -> Any:
     }[kind]
 
 
+def unvalidated(split: str, sequence_length: int) -> Any:
+    return Stream(SIZE) if split == "train" else None
+
+
 def settings(directory: Path, **values: Any) -> Any:
     data = {"source": f"{HERE}:streams", **values.pop("data", {})}
     values = {
@@ -133,9 +137,14 @@ def test_a_stream_shorter_than_a_step_is_refused(tmp_path: Path) -> None:
         ({"workers": 2}, r"data\.workers = 2: each worker would read the whole stream"),
         ({"options": {"kind": "of node"}}, "it returned a OfNode, which is divided over the ranks"),
         ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
+        ({"options": {"kind": "short"}}, "batch.global_batch_size = 8: is more than the 7 samples"),
+        (
+            {"source": f"{HERE}:unvalidated"},
+            r"final_samples = 9: .* None for split='validation'; set it to null",
+        ),
     ],
 )
-def test_indivisible_streams_are_refused_before_training(
+def test_unsuitable_data_is_refused_where_it_is_built(
     tmp_path: Path, data: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

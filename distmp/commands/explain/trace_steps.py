@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -253,7 +253,8 @@ def trace_steps(
         tracker = _PhaseTracker(engine, memory, recorder, parts.loss, dtypes.observed.accumulated)
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
-        with closing(training_batches(config, parts, world, Progress())) as batches:
+        alone = replace(config, data=replace(config.data, workers=0))
+        with closing(training_batches(alone, parts, world, Progress())) as batches:
             for _ in range(steps):
                 memory.phase = memory_parts.BATCHES
                 batch = next(batches).microbatches[:microbatches]

@@ -305,6 +305,7 @@ def test_explain_handles_70b_on_4096_ranks() -> None:
         strategy="fsdp",
         precision=policy("bf16"),
         model={"size": "70b", "options": sizes},
+        data={"path": None},  # the standard library has samples for all ranks
         batch={"global_batch_size": 4096, "microbatch_size": 1},
     )
     found = predict(config, resolve("bf16", CPU)[0], 4096, CPU, 8)
@@ -375,6 +376,21 @@ def test_indivisible_batch_is_refused_before_simulation(
     monkeypatch.setattr("distmp.commands.explain.explanation.simulate_ranks", None)
     with pytest.raises(ConfigError, match=r"^batch\.global_batch_size = .* 999999999"):
         explain(run(), 999_999_999)
+
+
+def test_data_is_read_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", None)
+    explain(run(data={"workers": 2}), 1)
+
+
+def unvalidated(split: str, sequence_length: int) -> range | None:
+    return range(100) if split == "train" else None
+
+
+def test_data_that_a_run_refuses_is_refused() -> None:
+    config = run(data={"source": f"{__name__}:unvalidated", "path": None})
+    with pytest.raises(ConfigError, match=r"^batch\.global_batch_size = 200: is more than the 100"):
+        explain(replace(config, batch=replace(config.batch, global_batch_size=200)), 1)
 
 
 def test_value_dependent_model_is_refused() -> None:
