@@ -145,8 +145,8 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
     Those of a run that continued from an earlier step include a replaced one of the same step.
-    Keeps the latest of those set aside, as many as `retention.last`. A checkpoint whose state
-    cannot be read does not count, and is not removed.
+    Keeps the latest of those set aside, as many as `retention.last`, and permanent ones. A
+    checkpoint whose state cannot be read does not count, and is not removed.
 
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
@@ -170,8 +170,11 @@ def tidy(directory: Path, step: int, retention: Retention) -> None:
         best = {s: state.best for s, state in states.items() if state.best is not None}
         for old in retention.surplus(states, _possibly_unhealthy(states), best):
             storage.remove(by_step[old])
-        for entry in storage.abandoned(directory)[retention.last :]:
-            storage.remove(entry.path)
+        aside = storage.abandoned(directory)
+        permanent = retention.permanent([*states, *(entry.step for entry in aside)])
+        for entry in aside[retention.last :]:
+            if entry.step not in permanent:
+                storage.remove(entry.path)
     except OSError as error:
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
 

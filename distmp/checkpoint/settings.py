@@ -47,14 +47,14 @@ class Retention:
         healthy = [step for step in ordered if step not in unhealthy]
         latest = {*ordered[-1:], *healthy[-self.last :]}
         named = {best[step] for step in latest if step in best}
-        wanted = latest | named | self._permanent(healthy)
+        wanted = latest | named | self.permanent(healthy)
         return [step for step in ordered if step not in wanted]
 
-    def _permanent(self, steps: list[int]) -> set[int]:
-        if self.every == 0:
-            return set()
+    def permanent(self, steps: Collection[int]) -> set[int]:
+        """Return the first step of each window."""
+        every = self.every or math.inf
         # In reverse, so that the first of each window overwrites the others.
-        first = {step // self.every: step for step in reversed(steps)}
+        first = {step // every: step for step in sorted(steps, reverse=True)}
         return {step for window, step in first.items() if window > 0}
 
 

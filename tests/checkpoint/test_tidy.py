@@ -5,6 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,21 @@ def test_latest_checkpoints_set_aside_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000010", "step-000015", *aside]
     save(tmp_path, 45, keep=2)
     assert names(tmp_path) == ["step-000015", aside[0], "step-000045", aside[1]]
+
+
+def test_permanent_checkpoints_set_aside_stay(tmp_path: Path) -> None:
+    rules = Retention(last=1, every=20)
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        publish(write(tmp_path, step, "first"))
+        saving.tidy(tmp_path, step, rules)
+    for step in (30, 40):  # of a branch that continues from step 20
+        publish(write(tmp_path, step, "branch"))
+        saving.tidy(tmp_path, step, replace(rules, continued_from=20))
+    aside = [f"step-{step:06d}.abandoned" for step in (40, 60, 70)]
+    assert names(tmp_path) == ["step-000020", "step-000040", *aside]
+    publish(write(tmp_path, 65, "rolled back"))
+    saving.tidy(tmp_path, 65, replace(rules, continued_from=20))
+    assert "step-000060.abandoned" in names(tmp_path)
 
 
 class Killed(BaseException):
