@@ -28,9 +28,11 @@ from distmp.checkpoint import saving, storage
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.settings import CheckpointConfig, Retention
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
-from distmp.distributed.failing_together import Ranks
+from distmp.distributed.comparison import check_same, describe_tensor
+from distmp.distributed.failing_together import Ranks, describe
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
+from distmp.utils.flat_shard import FlatShard
 from distmp.utils.processes import lower_priority
 
 # How long a rank that fails alone waits for a pending save.
@@ -183,11 +185,14 @@ class CheckpointWriter:
         if self._world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
+        # From these, each rank determines what it writes.
+        shared = {n: t for n, t in sorted(tensors.items()) if not isinstance(t, FlatShard)}
+        described = {name: describe_tensor(tensor) for name, tensor in shared.items()}
         written = written_here(tensors, self._world.rank, self._world.world_size)
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
-            args=(pending, write, self._group),
+            args=(pending, write, self._group, described),
             name=f"checkpoint of step {step}",
             daemon=True,  # a save that hangs must not keep a failed rank alive
         )
@@ -247,9 +252,8 @@ class CheckpointWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         together = error is None or isinstance(error, DistmpError)
-        interrupted = not (together or isinstance(error, Exception))
-        timeout = None if together else 0.0 if interrupted else PATIENCE_SECONDS
-        self._join(timeout)
+        patience = PATIENCE_SECONDS if isinstance(error, Exception) else 0.0
+        self._join(None if together else patience)
         self._buffers.clear()
         self._group = None
 
@@ -258,22 +262,23 @@ class CheckpointWriter:
         pending: _Pending,
         write: Callable[..., Path],
         group: dist.ProcessGroup | None,
+        described: dict[str, str],
     ) -> None:
         """Write a snapshot, in the writing thread."""
-        path = storage.final_path(self._directory, pending.step)
+        goal = f"save {storage.final_path(self._directory, pending.step)}"
         started = time.perf_counter()
         try:
             lower_priority()
             if self._world.device.type == "cuda":  # a new thread uses the first device
                 torch.cuda.set_device(self._world.device)
-            goal = f"save {path}"
             tensors = storage.all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
+            check_same(group, torch.device("cpu"), described)
             write(tensors, group=group)
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
         except Exception as error:  # noqa: BLE001  # a lost rank, or a bug in distmp
-            pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
+            pending.problem = f"cannot {goal}: {describe(error)}"
         finally:
             pending.snapshot.cancel()  # release a training thread that waits for the copies
             pending.seconds = time.perf_counter() - started

@@ -29,7 +29,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     """Return parameters, buffers and modules as text, in order, for a comparison between ranks."""
     parameters = describe_parameters(model.named_parameters(), "model.")
     buffers = {
-        f"model.buffers[{index}]": f"{name} {_describe_tensor(buffer)}"
+        f"model.buffers[{index}]": f"{name} {describe_tensor(buffer)}"
         for index, (name, buffer) in enumerate(model.named_buffers())
     }
     modules = {
@@ -41,10 +41,15 @@ def describe_model(model: nn.Module) -> dict[str, str]:
 def describe_parameters(named: Iterable[tuple[str, Tensor]], prefix: str = "") -> dict[str, str]:
     """Return parameters as text, in order, for a comparison between ranks."""
     return {
-        f"{prefix}parameters[{index}]": f"{name} {_describe_tensor(parameter)}"
+        f"{prefix}parameters[{index}]": f"{name} {describe_tensor(parameter)}"
         f"{'' if parameter.requires_grad else ', frozen'}"
         for index, (name, parameter) in enumerate(named)
     }
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Return shape and dtype of a tensor as text."""
+    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 def describe_param_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -217,7 +222,3 @@ class _Unquoted(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"

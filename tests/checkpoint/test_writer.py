@@ -23,6 +23,7 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
 from distmp.errors import CheckpointError, DataError
+from distmp.utils.flat_shard import FlatShard
 from tests import reference
 from tests.checkpoint import listing
 from tests.parallel.sharding import sharded
@@ -396,6 +397,23 @@ def test_weights_changed_in_forward_are_reported_with_remedy(tmp_path: Path) -> 
     assert "model/weight was changed" in messages[0]
     assert "set checkpoint.asynchronous to false" in messages[0]
     assert listing.latest(tmp_path) is None
+
+
+@ranks(2)
+def test_tensors_that_differ_between_ranks_are_not_saved(tmp_path: Path) -> None:
+    messages: list[str] = []
+    rank = dist.get_rank()
+    weights = {f"model/{n}": torch.ones(3) for n in range(4)}
+    for step, own in enumerate(({"callbacks/Own/a": torch.ones(2)}, {"model/0": torch.ones(4)}), 1):
+        with make_writer(tmp_path, messages) as writing:
+            writing.save(step, weights | (own if rank == 1 else {}), {})
+    assert "callbacks/Own/a = nothing on rank 0; (2,) float32 on rank 1: differs" in messages[0]
+    assert "model/0 = (3,) float32 on rank 0; (4,) float32 on rank 1: differs" in messages[1]
+    assert listing.latest(tmp_path) is None
+    with make_writer(tmp_path) as writing:  # in another order, and a shard of each rank
+        shard = FlatShard.of(torch.ones(2 + rank), torch.Size([5]), 2 * rank)
+        writing.save(3, dict(sorted({**weights, "shard": shard}.items(), reverse=rank == 1)), {})
+    assert listing.latest(tmp_path) is not None
 
 
 @ranks(2)
