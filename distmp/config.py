@@ -379,7 +379,7 @@ class RunConfig:
         self._check_time()
         self._check_strategy()
         self._check_steps()
-        self._check_metrics()
+        self._check_validation()
 
     @classmethod
     def load(cls: type[Config], argv: Sequence[str]) -> Config:
@@ -505,7 +505,7 @@ class RunConfig:
             "activation_checkpointing = 'blocks'; remove it, or set one of them",
         )
 
-    def _check_metrics(self) -> None:
+    def _check_validation(self) -> None:
         parse_entries("callbacks", self.callbacks)
         metrics = self.validation.metrics
         require(
@@ -515,13 +515,10 @@ class RunConfig:
             f"is the exponential of the loss next_token, and model.loss = {self.model.loss!r}; "
             "name a function",
         )
-        self._check_held_out()
-        self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
-
-    def _check_held_out(self) -> None:
         data = self.data
         is_held_out = data.held_out > 0 or data.is_import_path or data.validation_path is not None
         self.validation.check(is_held_out, "has no data with data.held_out = 0")
+        self.early_stopping.check([*metrics], every=self.validation.every, ema=self.ema.decay > 0)
 
     @property
     def hang_seconds(self) -> float:

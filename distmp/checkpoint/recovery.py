@@ -161,9 +161,8 @@ def _holding(directory: Path) -> Path:
 def newest_healthy(directory: Path) -> Path | None:
     """Return the newest healthy checkpoint, without verifying its data files."""
     healthy = (entry for entry, problem in _examined(directory) if problem is None)
-    return next(
-        (each.path for each in healthy if each.finished and readable_state(each.path)), None
-    )
+    found = (each.path for each in healthy if each.finished and readable_state(each.path))
+    return next(found, None)
 
 
 def _problem_of(path: Path) -> str | None:

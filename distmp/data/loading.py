@@ -35,8 +35,7 @@ def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
 
     It is `attribute_of(dataset, "collate_fn")`; without one, `collate`.
     """
-    function: Callable[[list[Any]], Any] = attribute_of(dataset, "collate_fn") or collate
-    return function
+    return attribute_of(dataset, "collate_fn") or collate
 
 
 def attribute_of(dataset: Any, name: str) -> Any:

@@ -73,7 +73,7 @@ class Stream:
         self._length = length_of(dataset)
         self._samples: Iterator[Any] = iter(())
         self._read = 0  # samples of this pass that were read or skipped
-        self._position = 0  # of the sample to read next, over all passes
+        self._start = 0  # position of the first sample of this pass, over all passes
         self._seek(first_sample)
 
     @property
@@ -101,14 +101,13 @@ class Stream:
         rest = first_sample
         if self._length:
             self.epoch, rest = divmod(first_sample, self._length)
-            self._position = first_sample - rest
+            self._start = first_sample - rest
         while not self._begin_after(rest):
             rest -= self._read
             self._end_pass()
 
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""
-        first = self._position
         # Hugging Face may order shards anew in each epoch, but skips in the order of the first one.
         reordered = self.epoch > 0 and getattr(self._dataset, "num_shards", 1) > 1
         if count > 1 and hasattr(self._dataset, "skip") and not reordered:
@@ -116,10 +115,10 @@ class Stream:
             # The first read draws as that of the whole pass, whose order it may shuffle, and as
             # skipped samples, which it may compute.
             found = self._draw()
-            self._read, self._position = count, first + count
+            self._read = count
             if found and self._draw():
                 return True
-            self._position = first  # the pass is shorter: read it again to count its samples
+        # Also if the pass is shorter, to count its samples.
         self._begin(self._dataset)
         found = self._draw()
         while found and self._read <= count:
@@ -148,16 +147,16 @@ class Stream:
                 f"its __len__ is {self._length:,}; correct __len__, or remove it"
             )
         self.epoch += 1
+        self._start += self._read
 
     def _draw(self) -> bool:
         """Read the next sample of this pass; return whether there is one."""
         if self._seeded:
-            seed_generators(f"sample {self._seed} {self._position}")
+            seed_generators(f"sample {self._seed} {self._start + self._read}")
         self._ahead = next(self._samples, _END)
         if self._ahead is _END:
             return False
         self._read += 1
-        self._position += 1
         return True
 
 

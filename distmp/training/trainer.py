@@ -113,16 +113,13 @@ class Trainer(TrainingLoop):
             self.train()
             for callback in self._each("on_train_end"):
                 callback.on_train_end(self, finished=self._is_finished())
-            finished = self._is_finished()
+            finished, step = self._is_finished(), self.progress.step
             if finished and self._finished_early is not None:
-                reason = self._finished_early
-                self.console.message(f"finished after step {self.progress.step}: {reason}")
+                self.console.message(f"finished after step {step}: {self._finished_early}")
             elif not finished:
-                self.console.message(
-                    f"stopped after step {self.progress.step} "
-                    f"({self._asked_by or 'another rank was asked to stop'}); continue with "
-                    "--resume auto"
-                )
+                reason = self._asked_by or "another rank was asked to stop"
+                advice = "continue with --resume auto"
+                self.console.message(f"stopped after step {step} ({reason}); {advice}")
         return finished
 
     def _is_finished(self) -> bool:
