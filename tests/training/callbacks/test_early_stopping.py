@@ -159,7 +159,7 @@ def test_two_rollbacks_restore_earlier_best_checkpoint(
 def test_data_without_validation_samples_is_refused(patience: int, tmp_path: Path) -> None:
     settings = {"early_stopping": {"patience": patience}, "validation": {"every": 2}}
     data = {"source": f"{__name__}:training_data"}
-    with pytest.raises((ConfigError, SetupError), match=r"validation\.every = 2: needs held-out"):
+    with pytest.raises((ConfigError, SetupError), match=r"validation\.every = 2: data\.source ret"):
         trainer(tmp_path / "run", data=data, **settings)
 
 
