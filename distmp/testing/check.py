@@ -126,9 +126,8 @@ def _recorded(train_step: TrainStep, model: nn.Module, batches: Sequence[Any]) -
     known = len(step.forwards) == len(batches)
     states = [each.generators for each in step.forwards] if known else [()] * len(batches)
     autocast = next((each.autocast for each in step.forwards if each.autocast), None)
-    step.forwards = [
-        recording.Forward([b], {}, s, autocast) for b, s in zip(batches, states, strict=True)
-    ]
+    used = zip(batches, states, strict=True)
+    step.forwards = [recording.Forward([batch], {}, state, autocast) for batch, state in used]
     return step
 
 
@@ -181,13 +180,16 @@ def default_loss(model: nn.Module, batch: Any, of_samples: bool = False) -> tupl
     return sums.sum(), tokens.sum()
 
 
+def _are_classes(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and not labels.is_floating_point()
+
+
 def labels_of(batch: Any) -> Any:
     """Return the labels of a mapping, or the integer labels of a pair; None without them."""
     if isinstance(batch, Mapping):
         return batch.get("labels")
     is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    labels = batch[1] if is_pair else None
-    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
+    return batch[1] if is_pair and _are_classes(batch[1]) else None
 
 
 # Relative numbers of samples of consecutive microbatches.
@@ -214,8 +216,8 @@ def make_splits(samples: Sequence[Any], ranks: int, *, tokens: bool) -> Iterator
         name = f"{count} uneven microbatch{'es' * (count > 1)} per rank"
         yield name, _divided(samples, ranks * count)
     parts = _divided(samples, 2 * ranks)
-    masked = [[_without_labels(sample) for sample in part] for part in parts]
-    if tokens and all(sample is not None for part in masked for sample in part):
+    if tokens and all(_are_classes(labels_of(sample)) for sample in samples):
+        masked = [[*map(_without_labels, part)] for part in parts]
         yield "a microbatch without labels", [masked[0], *parts[1:]]
         if ranks > 1:
             yield "a rank without labels", [*parts[:-2], *masked[-2:]]
@@ -229,9 +231,6 @@ def _divided(samples: Sequence[Any], parts: int) -> Parts:
 
 
 def _without_labels(sample: Any) -> Any:
-    """Return the sample with all labels ignored; None if it has no integer labels."""
-    labels = labels_of(sample)
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    ignored = torch.full_like(labels, IGNORED)
+    """Return the sample with all labels ignored."""
+    ignored = torch.full_like(labels_of(sample), IGNORED)
     return {**sample, "labels": ignored} if isinstance(sample, Mapping) else (sample[0], ignored)

@@ -23,9 +23,6 @@ from datetime import timedelta
 
 import pytest
 
-# Seconds after which a rank ends, and writes where it is, unless the marker says otherwise.
-_TIMEOUT = 60.0
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker, and what the server of ranks imports before they are forked."""
@@ -44,8 +41,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(call: bytes, n: int, timeout: float = _TIMEOUT) -> None:
-    """Run a function on all ranks; fail with the message of the first one that failed."""
+def _run(call: bytes, n: int, timeout: float = 60.0) -> None:
+    """Run a function on all ranks; fail with the message of the first one that failed.
+
+    Args:
+        call: The pickled function and its arguments.
+        n: Number of ranks.
+        timeout: Seconds after which a rank ends, and writes where it is.
+    """
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     if type(n) is not int or n < 1 or not timeout > 0:
