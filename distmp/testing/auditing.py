@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,7 +32,10 @@ from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
-from distmp.utils.tensor_trees import checksum
+from distmp.utils.tensor_trees import COMPARED_ELEMENTS, checksum, map_tensors, version_counters
+
+# Classes that penalties, other models or clipping can look like.
+_VAGUE = ("unexplained", "clipped", "constant", "shard_clipped", "weighted", "miscounted")
 
 
 @dataclass(frozen=True)
@@ -131,23 +135,17 @@ class Audit:
             self._clip(gradients.held_parameters(self._model, *optimizers), max_norm, norm)
             return norm
 
-        def clipped_by_value(*arguments: Any, **named: Any) -> None:
-            self._current.is_clipped_apart = True
-            by_value(*arguments, **named)
-
-        by_value = clip_grad.clip_grad_value_
-        for module in (clip_grad, torch.nn.utils):
-            yield patch.object(module, "clip_grad_value_", clipped_by_value)
         yield patch.object(clip_grad, "_clip_grads_with_norm_", clipped)
         yield patch.object(DistributedGradScaler, "clip_grad_norm_", clipped_by_scaler)
 
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
         step = self._current
-        part = sum(p.grad is not None for p in parameters)
-        apart = part < sum(each is not None for each in self._gradients().values())
-        step.is_clipped_apart |= apart or step.max_norm is not None
-        step.max_norm = float(max_norm)
-        step.norm = None if step.is_clipped_apart else float(norm)
+        clipped = {p for p in parameters if p.grad is not None}
+        own = {p for p in self._model.parameters() if p.grad is not None}
+        if clipped & own:
+            step.is_clipped_apart |= clipped != own or step.max_norm is not None
+            step.max_norm = float(max_norm)
+            step.norm = None if step.is_clipped_apart else float(norm)
 
     def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Watch the step of a scaler, which may skip that of the optimizer."""
@@ -178,6 +176,10 @@ class Audit:
             with _disable_current_modes():  # its collectives are not the script's
                 self._current.state = gradients.full_state(self._model)
             self._current.former = _copied(self._gradients())
+            self._versions = version_counters(self._model.parameters())
+        # Weights change within a step of SAM.
+        now = version_counters(self._model.parameters())
+        self._current.has_other_terms |= now != self._versions
         return self._current
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -225,9 +227,8 @@ class Audit:
         if not self._found:  # the model can be seen
             self._found += _in_no_optimizer(self._model, self._optimizer)
         self._compare_rates()
-        unused = sum(step.end() for step in self._steps)
-        updates = len(self._steps)
-        counts = Ranks(None).gather((updates, len(self._rates) - updates))
+        unused = sum(step.end(joins=self._loss_sum is None) for step in self._steps)
+        counts = Ranks(None).gather((len(self._steps), len(self._rates) - len(self._steps)))
         if len(set(counts)) > 1:
             detail = f": updates and skips by rank are {counts}"
             self._found.append(mismatch("skipped", ["optimizer"], detail))
@@ -238,11 +239,9 @@ class Audit:
                 self._not_decided("gradients", f"could not be computed again: {error}")
         elif not self._found:
             skipped = f"has skipped all {len(self._rates)} steps: gradients overflow; audit more"
-            text = skipped if self._rates else "has not been called"
-            self._not_decided("optimizer", text)
+            self._not_decided("optimizer", skipped if self._rates else "has not been called")
         if unused:
-            text = f"{unused} forwards without backward; look at them under torch.no_grad()"
-            self._not_decided("model", text)
+            self._not_decided("model", f"{unused} forwards without backward; use torch.no_grad()")
         found = over_ranks(Ranks(None).gather([*map(self._doubted, self._found)]))
         named = tuple((each.kind, str(each)) for each in found if each.kind)
         undecided = tuple(str(each) for each in found if not each.kind)
@@ -258,18 +257,23 @@ class Audit:
         if not any(step.max_norm for step in steps):
             doubts["clipped"] = "by a function that was not seen"
         if self._loss_sum is None:
-            doubts["constant"] = "unless the loss has this weight on purpose: pass loss_sum="
-            if found.text.startswith("0.5 times") and any(map(_may_be_halved, steps)):
-                doubts[found.kind] = "unless half the loss is wanted: pass loss_sum="
+            on_purpose = "unless the loss has this weight on purpose: pass loss_sum="
+            doubts["constant"] = on_purpose
+            if not _is_of_scaler(found.text, self._optimizer):
+                doubts["loss_scale"] = on_purpose
+            usual = itertools.chain(*map(_usual_weights, steps))
+            if any(found.text.startswith(f"{weight:.3g} times ") for weight in usual):
+                doubts[found.kind] = on_purpose
+            if any(len(each.losses) > 1 for step in steps for each in step.forwards):
+                doubts["miscounted"] = doubts["weighted"] = on_purpose
             # Class weights count otherwise than 0 or 1.
             if any(loss.counted.ne(loss.counted.bool()).any() for s in steps for loss in s.losses):
                 doubts["miscounted"] = "unless class weights should not count: pass loss_sum="
             if any(step.has_other_terms for step in steps):
-                others = "backward has terms that do not depend on the model's outputs"
-                doubts["unexplained"] = doubts["miscounted"] = others
+                others = "penalties, gradients of inputs or other models may be a part of the step"
+                doubts |= dict.fromkeys((*_VAGUE, "last_microbatch"), others)
         if any(step.is_clipped_apart for step in steps):
-            kinds = ("unexplained", "clipped", "constant", "shard_clipped", "weighted")
-            doubts |= dict.fromkeys(kinds, "parts or values of the gradient are clipped separately")
+            doubts |= dict.fromkeys(_VAGUE, "it is clipped in parts, by value or with others")
         if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             doubts["scheduler"] = "unless it depends on the number of the iteration on purpose"
         if doubt := doubts.get(found.kind):
@@ -277,7 +281,8 @@ class Audit:
         return found
 
     def _compare(self) -> None:
-        reference, ranks = Reference(self._model, self._loss_sum), Ranks(None)
+        ranks, reference = Ranks(None), Reference(self._model, self._loss_sum)
+        compared = functools.partial(reference.compared, extra="accumulated_twice")
         trained = gradients.trained_parameters(self._model)
         held = gradients.held_parameters(self._model, self._optimizer)
         if held.isdisjoint(trained.values()):
@@ -289,10 +294,7 @@ class Audit:
             step.former = gradients.full_gradients(self._model, step.former)
         # Float64 takes long, and only shows which differences are rounding errors.
         for exact in (False, True):
-            splits = [
-                reference.compared(f"step {number}", step, "accumulated_twice", exact=exact)
-                for number, step in enumerate(self._steps)
-            ]
+            splits = [compared(f"step {n}", s, exact=exact) for n, s in enumerate(self._steps)]
             found = diagnose(splits, "token_mean")
             if not any(ranks.gather(bool(found))):
                 break
@@ -304,9 +306,9 @@ class Audit:
         for name in sorted(step.gradients.keys() - wrong):
             if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
-        inputs = checksum([each.batch for step in self._steps for each in step.forwards])
+        inputs = [part.batch for s in self._steps for each in s.forwards for part in each.parts]
         sums = {n: checksum([step.state[n] for step in self._steps]) for n in trained}
-        of_ranks = ranks.gather((inputs, sums))
+        of_ranks = ranks.gather((checksum(map_tensors(_in_parts, inputs)), sums))
         for same in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
@@ -315,22 +317,47 @@ class Audit:
             self._found.append(mismatch("different_weights", differ))
 
 
+def _in_parts(tensor: Tensor) -> Any:
+    """Return a tensor in parts, each of which a checksum counts in full."""
+    is_flat = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.flatten().split(COMPARED_ELEMENTS) if is_flat else tensor
+
+
 def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:
     return {name: None if g is None else g.detach() / scale for name, g in found.items()}
 
 
-def _may_be_halved(step: Step) -> bool:
-    """Return whether people often take a half of the loss: of a square, or a sum of two."""
-    losses = [loss.function for forward in step.forwards for loss in forward.losses]
-    return not {"mse_loss", "mean"}.isdisjoint(losses) or len(losses) > len(step.forwards)
+def _usual_weights(step: Step) -> Iterator[float]:
+    """Yield what people multiply losses by on purpose."""
+    for forward in step.forwards:
+        yield from (len(forward.parts), 1 / len(forward.parts))
+        for loss in forward.losses:
+            # Half of a square, or of the sum of two.
+            if loss.function in ("mse_loss", "mean") or len(forward.losses) > 1:
+                yield 0.5
+            # Sums over the features of each sample.
+            features = loss.counted.shape[1:] if loss.is_sum else ()
+            yield from (math.prod(features), *features[-1:])
+
+
+def _alive(kind: type[Any]) -> list[Any]:
+    """Return all objects of a class in this process."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _is_of_scaler(text: str, optimizer: Any) -> bool:
+    """Return whether a power of 2 is the loss scale of a scaler, or of the one of DeepSpeed."""
+    scales = {each.get_scale() or 1.0 for each in _alive(torch.amp.GradScaler)}
+    scales.add(getattr(optimizer, "loss_scale", 1.0))
+    number, *_ = text.replace("-", "").split(";")
+    return number.endswith(tuple(f"2 ** {math.log2(scale):g}" for scale in scales))
 
 
 def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMismatch]:
     """Yield the trained parameters that no optimizer of this process has, if there are any."""
     held, trained = gradients.held_parameters(model, optimizer), gradients.trained_parameters(model)
     if not held.issuperset(trained.values()):
-        every = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        held |= gradients.held_parameters(model, *every)
+        held |= gradients.held_parameters(model, *_alive(Optimizer))
     if absent := [name for name, p in trained.items() if p not in held]:
         yield mismatch("in_no_optimizer", absent)
 

@@ -56,10 +56,7 @@ CLASSES = {
     "clipped": ("clipped before it was read", "pass max_norm=, clip after reducing"),
     "shard_clipped": ("clipped by the norm of each rank's shard", "clip DTensors, not shards"),
     "not_finite": ("NaN or infinite", "divide by at least 1 token"),
-    "weighted": (
-        "microbatches count with wrong weights",
-        "divide all sums equally, clip only once",
-    ),
+    "weighted": ("microbatches count with wrong weights", "divide sums equally, clip only once"),
     "unexplained": ("in no class", "compare labels, loss and changes after backward"),
 }
 TEXTS = {kind: text for kind, (text, _) in CLASSES.items()}
@@ -282,6 +279,8 @@ class _Predictions:
 
 # The diagnosis of one rank
 
+_Found = Iterator[GradientMismatch]
+
 
 def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatch]:
     """Return what is wrong with gradients, in the order of `CLASSES`.
@@ -306,13 +305,11 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     return sorted(named, key=lambda each: [*CLASSES].index(each.kind))
 
 
-def _compared(predictions: list[_Predictions]) -> Iterator[GradientMismatch]:
+def _compared(predictions: list[_Predictions]) -> _Found:
     """Explain all parameters with as few classes as possible."""
     names = dict.fromkeys(n for p in predictions for n in p.products if n not in p.split.others)
-    labels = {
-        name: set.intersection(*(p.fits(name) for p in predictions if name in p.products))
-        for name in names
-    }
+    fits = {n: [p.fits(n) for p in predictions if n in p.products] for n in names}
+    labels = {name: set.intersection(*found) for name, found in fits.items()}
     left = [name for name, found in labels.items() if 0 not in found]
     if labels and not left:
         yield from _hidden(predictions, [*labels], set.intersection(*labels.values()))
@@ -334,38 +331,29 @@ def _predicted(predictions: list[_Predictions], label: int, names: list[str]) ->
     kind, mean, factor = worst.kinds[row], worst.mean, worst.factors[column][1]
     values = np.array([[value for _, value, _ in each.factors] for each in predictions])
     # Factors that are equal in every split.
-    same = np.flatnonzero((values == values[:, [column]]).all(0))
-    texts: dict[str, str] = {}
-    for cause, _, text in (worst.factors[column] for column in same):
-        texts.setdefault(cause, text)
-    causes, cause = [*texts], ", or ".join(texts.values())
+    same = [worst.factors[i] for i in np.flatnonzero((values == values[:, [column]]).all(0))]
+    cause = ", or ".join(dict.fromkeys(text for _, _, text in same))
     text = f"{factor:.3g} times {mean}: {cause}"
     if kind != "right":
-        times = "" if causes[0] == "right" else f", times {factor:.3g}: {cause}"
+        times = f", times {factor:.3g}: {cause}" * (same[0][0] != "right")
         text = f"{TEXTS[kind]}{times}, instead of {mean}"
-    named = causes[0] if kind == "right" else kind
-    text = f"{text}; with {worst.split.name}"
+    named = same[0][0] if kind == "right" else kind
+    text += f"; with {worst.split.name}"
     return GradientMismatch(named, tuple(names), text, worst.size(names))
 
 
-def _hidden(
-    predictions: list[_Predictions], names: list[str], labels: set[int]
-) -> Iterator[GradientMismatch]:
+def _hidden(predictions: list[_Predictions], names: list[str], labels: set[int]) -> _Found:
     """Explain gradients that are right only because they are clipped."""
-    fitting = (
-        np.flatnonzero(np.abs(each.hidden - 1) <= _ROUNDED + each.allowed(names))
-        for each in predictions
-    )
-    if 0 in (same := labels.intersection(*fitting)):
+    fits = (np.flatnonzero(abs(p.hidden - 1) <= _ROUNDED + p.allowed(names)) for p in predictions)
+    if 0 in (same := labels.intersection(*fits)):
         return
-    factor = max((each.hidden[0, 0] for each in predictions), key=lambda f: abs(f - 1))
+    factor = float(max((each.hidden[0, 0] for each in predictions), key=lambda f: abs(f - 1)))
     power = _power_of_2([factor])
     detail = f": 2 ** {power}" if power else f": {factor:.5g}"
     found = mismatch("loss_scale" if power else "constant", names, detail)
     if same:
         found = _predicted(predictions, min(same), names)
-    text = f"{found.text}; right only after clipping"
-    yield replace(found, text=text, size=abs(float(factor) - 1))
+    yield replace(found, text=f"{found.text}; right only after clipping", size=abs(factor - 1))
 
 
 def _size(predictions: list[_Predictions], names: Collection[str]) -> float:

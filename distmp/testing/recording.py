@@ -38,12 +38,6 @@ class _Watched:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     backwards: set[int] = field(default_factory=set)
 
-    def receive(self, gradient: Tensor | None, index: int = 0) -> None:
-        """Add to the gradient of a tensor."""
-        if gradient is not None:
-            self.gradients[index] = gradient.cpu() + self.gradients.get(index, 0)
-            self.backwards.add(torch._C._current_graph_task_id())
-
 
 @dataclass(eq=False)
 class Loss(_Watched):
@@ -52,14 +46,12 @@ class Loss(_Watched):
     Attributes:
         function: Name of the function.
         counted: How much each of its elements counts in their mean.
-        is_sum: Whether its elements are summed, here or by the user.
-        forwards: Number of forwards before it.
+        is_sum: Whether its elements are summed, here or, with the reduction `none`, by the user.
     """
 
     function: str
     counted: Tensor
     is_sum: bool
-    forwards: int
 
     def weight_and_scale(self) -> tuple[float, float]:
         """Return the number of its elements, and what backward has multiplied each by.
@@ -89,6 +81,8 @@ class Forward(_Watched):
         autocast: Dtype of autocast; None without autocast.
         losses: The losses that were computed from it.
         is_watched: Whether there are outputs that can get gradients.
+        parts: Itself, and later forwards whose outputs entered the same backward, as those of a
+            pair; empty for the latter.
     """
 
     args: Sequence[Any]
@@ -97,6 +91,7 @@ class Forward(_Watched):
     autocast: torch.dtype | None = None
     losses: list[Loss] = field(default_factory=list)
     is_watched: bool = False
+    parts: list[Forward] = field(default_factory=list)
 
     @property
     def batch(self) -> Any:
@@ -125,7 +120,7 @@ class Step:
         state: Full parameters and buffers before the first forward.
         forwards: The forwards.
         losses: The losses of all forwards.
-        has_other_terms: Whether parameters were used outside of forwards.
+        has_other_terms: Whether parameters were used outside of forwards, or gradients in a loss.
         training: Whether modules were in training mode, by name.
         compute: Dtype of the first parameter that a module used.
         former: Gradients that were there before the first forward.
@@ -148,30 +143,33 @@ class Step:
     norm: float | None = None
     is_clipped_apart: bool = False
 
-    def end(self) -> int:
-        """Assign losses to forwards, and forget forwards without backward; return their number."""
-        forwards = self.forwards
-        for loss in self.losses:
-            before = [f for f in forwards[: loss.forwards] if loss.backwards & f.backwards]
-            if before:
-                before[-1].losses.append(loss)
-        for each in forwards:  # a mean may be that of other losses
-            each.losses = [loss for loss in each.losses if loss.function != "mean"] or each.losses
-        self.forwards = [each for each in forwards if each.gradients or not each.is_watched]
-        return len(forwards) - len(self.forwards)
+    def end(self, *, joins: bool) -> int:
+        """Assign losses to forwards, and forget forwards without backward; return their number.
+
+        Args:
+            joins: Whether forwards of one backward are one microbatch.
+        """
+        used = [each for each in self.forwards if each.gradients or not each.is_watched]
+        unused = len(self.forwards) - len(used)
+        for each in used:
+            same = (f for f in used if joins and f.parts and f.backwards & each.backwards)
+            first = next(same, each)
+            first.parts.append(each)
+            first.backwards |= each.backwards
+        self.forwards = [each for each in used if each.parts]
+        for each in self.forwards:
+            losses = [loss for loss in self.losses if loss.backwards & each.backwards]
+            # A mean may be that of other losses.
+            each.losses = [loss for loss in losses if loss.function != "mean"] or losses
+        return unused
 
 
 # Loss functions of torch
 
 PASS = "pass loss_sum=..., which returns the sum of the losses of a microbatch and its weight"
 # Without `ctc_loss`, whose mean gives samples several weights.
-_LOSSES = {
-    each
-    for each in vars(F).values()
-    if inspect.isfunction(each) and "reduction" in each.__code__.co_varnames
-} - {F.ctc_loss}
-_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # their means, also without class labels
-_SUMS = ("none", "sum")  # the user sums single losses
+_LOSSES = {f for f in vars(F).values() if "reduction" in getattr(f, "__annotations__", ())}
+_LOSSES.remove(F.ctc_loss)
 
 
 def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) -> dict[str, Any]:
@@ -199,7 +197,7 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
     if arguments["reduction"] == "batchmean":
         return torch.ones(len(arguments["input"]))
     target, weight = arguments.get("target"), arguments.get("weight")
-    if function in _DIVIDED_BY_WEIGHTS and weight is not None:
+    if function in (F.mse_loss, F.l1_loss) and weight is not None:  # weights of elements
         return weight.clone()
     if target is None or "ignore_index" not in arguments or target.is_floating_point():
         return torch.ones_like(function(**{**arguments, "reduction": "none"}))
@@ -209,6 +207,13 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
 
 
 # Recorders
+
+_CLAMPS = re.compile(r"(_foreach_)?(clamp|clip)(_min|_max)?_")
+
+
+def _is_probe(_: Any, inputs: Any, *, retain_graph: Any, create_graph: bool, **others: Any) -> bool:
+    """Return whether `torch.autograd.grad` is called for other gradients than those of the step."""
+    return retain_graph or create_graph or not isinstance(inputs[0], nn.Parameter)
 
 
 class _Recorder(TorchFunctionMode):
@@ -224,10 +229,16 @@ class _Recorder(TorchFunctionMode):
         self._current, self._device = current, device
         self._step = Step(Counter())
         self._running: Forward | None = None
+        self._is_probing = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step, running = self._step, self._running
+        self._is_probing = func is torch.autograd.grad and _is_probe(*args, **kwargs)
+        step.has_other_terms |= self._is_probing
         result = func(*args, **(kwargs or {}))
+        self._is_probing = False
+        if not step.gradients and _CLAMPS.fullmatch(getattr(func, "__name__", "")):
+            step.is_clipped_apart |= running is None  # gradients, or what does not matter
         # Updates in place return parameters, too, without gradients enabled.
         tracked = [each for each in tensors_in(result) if each.requires_grad]
         if not (torch.is_grad_enabled() and tracked):
@@ -237,9 +248,9 @@ class _Recorder(TorchFunctionMode):
             step.has_other_terms |= running is None
             step.compute = step.compute or (used[0].dtype if running else None)
         if arguments := loss_arguments(func, args, kwargs, means=running is None):
-            counted, is_sum = counted_losses(func, arguments), arguments["reduction"] in _SUMS
-            loss = Loss(func.__name__, counted, is_sum, len(step.forwards))
-            result.register_hook(loss.receive)
+            counted = counted_losses(func, arguments)
+            loss = Loss(func.__name__, counted, arguments["reduction"] in ("none", "sum"))
+            result.register_hook(functools.partial(self._receive, loss))
             step.losses.append(loss)
         return result
 
@@ -247,6 +258,8 @@ class _Recorder(TorchFunctionMode):
         """Record a forward."""
         if torch.is_grad_enabled():
             step = self._step = self._current()
+            # Perhaps a step of another model, or of the inputs.
+            step.has_other_terms |= any(each.requires_grad for each in tensors_in([args, kwargs]))
             if self._running in step.forwards:  # Lightning's training step, which calls it
                 step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)
@@ -256,6 +269,12 @@ class _Recorder(TorchFunctionMode):
             self._running = Forward(args, kwargs, generators, autocast)
             step.forwards.append(self._running)
             step.training = {parameter_name(n): part.training for n, part in model.named_modules()}
+
+    def _receive(self, watched: _Watched, gradient: Tensor | None, index: int = 0) -> None:
+        """Add to the gradient of a tensor."""
+        if gradient is not None and not self._is_probing:
+            watched.gradients[index] = gradient.cpu() + watched.gradients.get(index, 0)
+            watched.backwards.add(torch._C._current_graph_task_id())
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, whose gradients are those that come from outside."""
@@ -268,7 +287,7 @@ class _Recorder(TorchFunctionMode):
             index = next(indices)
             if tensor.requires_grad:
                 tensor, forward.is_watched = tensor.clone(), True
-                tensor.register_hook(functools.partial(forward.receive, index=index))
+                tensor.register_hook(functools.partial(self._receive, forward, index=index))
             return tensor
 
         return replaced_outputs(watched, output)
@@ -283,8 +302,7 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            found: list[Tensor] = []
-            map_tensors(found.append, args[:2])
+            found = tensors_in(args[:2])
             dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
             name = func._schema.name.rpartition("::")[2].strip("_")
             self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1

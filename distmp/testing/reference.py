@@ -142,24 +142,25 @@ class Reference:
         Returns:
             The weight, what makes the gradients those of the loss sum, and the scale of others.
         """
-        for restore in forward.generators:
-            restore()
-        dtype = None if exact else forward.autocast
-        with torch.autocast(self._device.type, dtype, dtype is not None, False):
-            if self._loss_sum is None:
-                weight, scale, others = forward.weight_and_scales()
-                args, kwargs = map_tensors(cast, [forward.args, forward.kwargs])
-                outputs: list[Tensor] = []
-                replaced_outputs(outputs.append, self._model(*args, **kwargs))
-                used = [(outputs[i], g.to(outputs[i])) for i, g in forward.gradients.items()]
-            else:
-                batch = map_tensors(cast, forward.batch)
-                total, weight = loss_and_weight(self._loss_sum, self._model, batch)
-                # Of the mean, as most training code: 16-bit backward rounds it in the same way.
-                scale, others = 1 / (weight or 1.0), 0.0
-                used = [(total, torch.full_like(total, scale))]
-        if weight:
-            torch.autograd.backward([each for each, _ in used], [each for _, each in used])
+        for part in forward.parts or [forward]:
+            for restore in part.generators:
+                restore()
+            dtype = None if exact else part.autocast
+            with torch.autocast(self._device.type, dtype, dtype is not None, False):
+                if self._loss_sum is None:
+                    weight, scale, others = forward.weight_and_scales()
+                    args, kwargs = map_tensors(cast, [part.args, part.kwargs])
+                    outputs: list[Tensor] = []
+                    replaced_outputs(outputs.append, self._model(*args, **kwargs))
+                    used = [(outputs[i], g.to(outputs[i])) for i, g in part.gradients.items()]
+                else:
+                    batch = map_tensors(cast, part.batch)
+                    total, weight = loss_and_weight(self._loss_sum, self._model, batch)
+                    # Of the mean, as most training code: 16-bit backward rounds it in the same way.
+                    scale, others = 1 / (weight or 1.0), 0.0
+                    used = [(total, torch.full_like(total, scale))]
+            if weight:
+                torch.autograd.backward([each for each, _ in used], [each for _, each in used])
         return weight, 1 / (scale or 1.0), others
 
     def _tensors(self, step: Step) -> tuple[dict[str, Tensor], Cast]:
