@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from distmp.scaling.grad_scaler import DistributedGradScaler, SkipCounts
-from distmp.scaling.reduced_flags import CheckedOptimizer, ReducedFlags
 from distmp.scaling.settings import LossScaleConfig
-
-# Attribute of an optimizer: above 0 if its latest step was skipped, 0-dim on the device. A mapping
-# would keep optimizers alive.
-FOUND_INF = "_distmp_found_inf"
 
 
 class DeferredGradScaler(DistributedGradScaler):
@@ -71,7 +66,7 @@ class DeferredGradScaler(DistributedGradScaler):
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether all ranks skipped the latest step. Waits for the device."""
-        return bool(getattr(optimizer, FOUND_INF, False))
+        return bool(self._flags.get(id(optimizer), False))
 
     def get_scale(self) -> float:
         """Return the scale of the next backward."""
@@ -88,11 +83,6 @@ class DeferredGradScaler(DistributedGradScaler):
         """Finish the last iteration, and load a state."""
         self._finish_iteration()
         super().load_state_dict(state_dict)
-
-    def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
-        super()._apply_decision(members, total)
-        for member in members:
-            setattr(member.optimizer, FOUND_INF, total.found_inf)
 
     def _updated(self) -> DistributedGradScaler:
         """Return a copy after the update that is due.

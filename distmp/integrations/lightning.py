@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from distmp.errors import ConfigError, TrainingError, argument_names, require
-from distmp.integrations.deferred_scaler import FOUND_INF, DeferredGradScaler, unwrapped
+from distmp.integrations.deferred_scaler import DeferredGradScaler, unwrapped
 from distmp.integrations.step_weights import StepWeights
 from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
@@ -517,7 +517,7 @@ def _follow(scheduler: Any, scaler: DeferredGradScaler) -> None:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         # The optimizer may be inside of the one that the scaler steps.
-        known = hasattr(self.optimizer, FOUND_INF)
+        known = id(self.optimizer) in scaler._flags
         if not (scaler.was_skipped(self.optimizer) if known else scaler.step_skipped):
             original.step(self, *args, **kwargs)
 

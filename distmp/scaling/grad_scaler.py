@@ -167,6 +167,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
+        # Above 0 if the latest step of an optimizer was skipped, 0-dim on the device. By its `id`:
+        # a mapping would keep optimizers alive.
+        self._flags: dict[int, Tensor] = {}
         # Flags of the last iteration that the host has not read yet.
         self._unread: HostCopy | None = None
         self._warned_of_partial_update = False
@@ -348,8 +351,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._report(flags, optimizers)
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
-        """Call `scheduler.step(*args)` unless the latest step was skipped; waits for the device."""
-        if not self.step_skipped:
+        """Call `scheduler.step(*args)` unless its optimizer skipped; waits for the device.
+
+        For a scheduler whose `optimizer` this scaler has not stepped, `step_skipped` decides.
+        """
+        flag = self._flags.get(id(getattr(scheduler, "optimizer", None)))
+        if not (self.step_skipped if flag is None else flag):
             scheduler.step(*args)
 
     @property
@@ -534,12 +541,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
             member.found_inf = total.found_inf
             state = self._per_optimizer_states[id(member.optimizer)]
             state["found_inf_per_device"] = member.found_inf_per_device()
-        latest = total.found_inf
-        if self._totals:
-            assert self._latest_found_inf is not None
-            latest = torch.maximum(latest, self._latest_found_inf)
-        self._latest_found_inf = latest
+            self._flags[id(member.optimizer)] = total.found_inf
         self._totals.append(total)
+        found = [total.found_inf for total in self._totals]
+        self._latest_found_inf = functools.reduce(torch.maximum, found)
 
     # Methods that torch's scaler calls
 
@@ -726,6 +731,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # Of the last iteration, only the skips and the end of its scale belong to the former state.
         unread, self._unread = self._unread, None
         _check_scales(unread is not None and unread.read()[3])
+        self._latest_found_inf = None
+        self._flags.clear()
         stored = {name: state_dict.get(name, 0) for name in SkipCounts._fields}
         self._init_counts = SkipCounts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
@@ -757,6 +764,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             "_loss_scale": None,
             "_skips": None,
             "_latest_found_inf": None,
+            "_flags": {},
             "_unread": None,
             "_unchecked": [],
             "_monitor": None,

@@ -354,6 +354,40 @@ def test_scheduler_is_not_stepped_after_a_skip() -> None:
     assert scaler.total_skips == 2
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_schedulers_follow_their_own_optimizers(registered: bool) -> None:
+    optimizers = [one_parameter(1.0), one_parameter(math.inf), one_parameter(1.0)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    before = [scheduler.get_last_lr()[0] for scheduler in schedulers]
+    scaler = DistributedGradScaler("cpu", optimizers=optimizers if registered else ())
+    scaler.scale(torch.ones(()))
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for scheduler in schedulers:
+        scaler.step_scheduler(scheduler)
+    factors = [each.get_last_lr()[0] / lr for each, lr in zip(schedulers, before, strict=True)]
+    assert factors == ([1, 1, 1] if registered else [0.5, 1, 0.5])
+
+
+def test_loaded_scaler_does_not_know_a_skip_of_its_former_state() -> None:
+    scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(math.inf)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = scaler.state_dict()
+    apply(scaler, optimizer)
+    assert scaler.step_skipped
+    scaler.load_state_dict(state)
+    assert not scaler.step_skipped
+    before = scheduler.get_last_lr()[0]
+    scaler.step_scheduler(scheduler)
+    assert scheduler.get_last_lr()[0] == before / 2
+    # Between two steps of an iteration, too.
+    scaler.step(one_parameter(math.inf))
+    scaler.load_state_dict(state)
+    scaler.step(one_parameter(1.0))
+    scaler.update()
+
+
 def test_fp16_gradients_are_unscaled_in_fp32() -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     gradient = torch.tensor([60000.0, 1000.0, 3.0], dtype=torch.float16)
