@@ -171,3 +171,24 @@ def test_formats_can_be_changed_between_steps() -> None:
     elements = counts.read()[:, [INPUT, GRAD, WGRAD_GRAD], 3]
     assert (elements[:, 1:] == 0).all()
     assert (elements[:, 0] > 0).all()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A mask of padding lets torch's encoder make nested tensors.
+        padding = torch.arange(x.shape[1]).expand(x.shape[:2]) >= x.shape[1] - 2
+        encoded: Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return encoded.masked_fill(padding[..., None], 0.0)
+
+
+def test_evaluation_of_encoder_has_low_precision_matmuls() -> None:
+    torch.manual_seed(3)
+    sgd = lambda named: torch.optim.SGD(named, lr=0.0)  # noqa: E731 - no update
+    of = Engine(Encoder(), loss, sgd, policy="fp8")
+    batch = torch.randn(4, 6, 32)
+    assert of.evaluate([batch]) == of.step([batch]).numbers.loss
