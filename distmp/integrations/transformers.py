@@ -151,7 +151,8 @@ class TrainerMixin(_TrainerBase):
         # Skip the gather of Transformers; the one below replaces it.
         with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counted = [_count(batch, shifted=self._loss_shifts_labels) for batch in batches]
+        shifted, pixel = self._loss_shifts_labels, _ignored_pixel(self.model)
+        counted = [_count(batch, shifted=shifted, ignored_pixel=pixel) for batch in batches]
         values = [int(count) for count, _ in counted]
         counts = torch.tensor(values, dtype=torch.int64).to(device)
         own = torch.tensor(
@@ -222,10 +223,9 @@ class TrainerMixin(_TrainerBase):
         """
         if total == 0 and self.accelerator.is_main_process:
             logger.warning(
-                "step %d: all labels of all ranks are %d, so its gradient is zero; check"
-                " the labels of the data",
+                "step %d: the loss ignores all labels of all ranks (such as -100), so its gradient"
+                " is zero; check the labels of the data",
                 self.state.global_step + 1,
-                _IGNORED_LABEL,
             )
         shares = counts.double() * self.accelerator.num_processes / max(total, 1)
         return shares.float()
@@ -321,12 +321,23 @@ def _uses_default_loss(model: Any) -> bool:
     return is_causal and "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
 
 
-def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
+def _ignored_pixel(model: Any) -> int:
+    """Return the label of pixels that a loss does not average; it averages all for one class."""
+    config = getattr(model, "config", None)
+    label = getattr(config, "loss_ignore_index", _IGNORED_LABEL)  # UperNet
+    label = getattr(config, "semantic_loss_ignore_index", label)
+    return _IGNORED_LABEL if getattr(config, "num_labels", None) == 1 else label
+
+
+def _count(
+    batch: Any, *, shifted: bool, ignored_pixel: int = _IGNORED_LABEL
+) -> tuple[Tensor | int, bool]:
     """Return the number of items that the loss of a batch averages, and whether they are labels.
 
     Args:
         batch: Tensors in mappings, lists or tuples, with one row per sample; or a list of samples.
         shifted: Whether the loss compares the output at each position with the next label.
+        ignored_pixel: The label that does not count in labels [batch, height, width].
     """
     if isinstance(batch, Mapping):
         labels = batch.get("shift_labels")
@@ -335,7 +346,8 @@ def _count(batch: Any, *, shifted: bool) -> tuple[Tensor | int, bool]:
             if isinstance(labels, Tensor) and shifted:
                 labels = labels[..., 1:]
         if isinstance(labels, Tensor):
-            return labels.ne(_IGNORED_LABEL).sum(), True
+            ignored = ignored_pixel if labels.dim() == 3 else _IGNORED_LABEL
+            return labels.ne(ignored).sum(), True
     elif isinstance(batch, list) and all(isinstance(sample, Mapping) for sample in batch):
         return len(batch), False
     samples = find_batch_size(batch)

@@ -447,7 +447,7 @@ def _check_labels(path: Path) -> None:
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         made.train()
     (call,) = warning.call_args_list
-    assert "step 1: all labels of all ranks are -100" in call.args[0] % call.args[1:]
+    assert "step 1: the loss ignores all labels of all ranks" in call.args[0] % call.args[1:]
     assert made.state.log_history[0]["loss"] == made.state.log_history[0]["grad_norm"] == 0
 
 
@@ -473,6 +473,48 @@ def test_labels_of_a_causal_model_without_known_loss_are_counted_shifted(tmp_pat
     assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-6)
     others = llama(), bert("BertForMaskedLM"), GPT2Model(GPT2Config(**sizes))
     assert not any(map(_uses_default_loss, others))
+
+
+def test_pixels_without_class_do_not_count(tmp_path: Path) -> None:
+    """Segformer ignores the label 255, and with one class takes the mean over all pixels."""
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    from distmp.integrations.transformers import Trainer, _count, _ignored_pixel
+
+    sizes = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [1, 1], "hidden_sizes": [8, 8]}
+    sizes |= {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 1]}
+    no_dropout = {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    config = SegformerConfig(**sizes, **no_dropout, mlp_ratios=[1, 1], decoder_hidden_size=8)
+    assert config.num_labels == 2
+    model = SegformerForSemanticSegmentation(config)
+    model.decode_head.batch_norm = nn.Identity()  # it would depend on the microbatch
+    images, labels = torch.randn(4, 3, 8, 8), torch.randint(2, (4, 8, 8))
+    labels[:2] = 0
+    labels[:2, 1:] = 255
+    nn.init.constant_(model.decode_head.classifier.bias[:1].detach(), 2.0)
+    # The mean over all pixels that have a class, from means of samples.
+    means = [model(images[i, None], labels=labels[i, None]).loss.item() for i in range(4)]
+    counts = labels.ne(255).sum((1, 2)).tolist()
+    expected = sum(mean * count for mean, count in zip(means, counts, strict=True)) / sum(counts)
+    made = Trainer(
+        model=model,
+        args=arguments(
+            tmp_path, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=4
+        ),
+        train_dataset=[
+            {"pixel_values": image, "labels": label}
+            for image, label in zip(images, labels, strict=True)
+        ],
+    )
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    batch = {"labels": labels}
+    pixel = _ignored_pixel(model)
+    assert int(_count(batch, shifted=False, ignored_pixel=pixel)[0]) == sum(counts)
+    config.num_labels = 1
+    pixel = _ignored_pixel(model)
+    assert int(_count(batch, shifted=False, ignored_pixel=pixel)[0]) == labels.numel()
+    assert int(_count({"labels": torch.tensor([3, 255])}, shifted=False, ignored_pixel=255)[0]) == 2
 
 
 @ranks(1)
