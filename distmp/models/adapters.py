@@ -133,9 +133,11 @@ def _tied(model: nn.Module) -> set[int]:
 def _check_selection(
     model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any]
 ) -> None:
-    """Refuse names that select nothing, which peft accepts if another name selects a layer."""
+    """Refuse names and indices that select nothing, which peft accepts if another one selects."""
     adapted = [name for name, _ in _layers(model)]
-    for setting, names in (("target_modules", adapted), ("exclude_modules", [*forwards])):
+    blocks = [found[0] for name in adapted if (found := re.match(r".*\.\d+(?=\.)", name))]
+    choices = {"target_modules": adapted, "exclude_modules": [*forwards]}
+    for setting, names in (choices | {"layers_to_transform": blocks}).items():
         value = values.get(setting)
         for entry in value if isinstance(value, list | tuple) else ():
             if not any(f".{name}".endswith(f".{entry}") for name in names):

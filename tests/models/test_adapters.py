@@ -319,6 +319,18 @@ def test_misleading_adapter_settings_are_refused(values: dict[str, Any], problem
         adapters.add_adapters(model, values, seed=1)
 
 
+def test_indices_of_layers_that_a_model_does_not_have_are_refused() -> None:
+    def add(*indices: int) -> None:
+        model = Transformer(TransformerConfig(32, 8, 12, 16, 2, 24, tied_head=False))
+        values = {"target_modules": ["down"], "layers_to_transform": [*indices]}
+        adapters.add_adapters(nn.ModuleDict({"model": model}), values, seed=1)
+
+    add(0, 1, 11)
+    for indices in ((0, 12), (0, -1), (1, 21)):
+        with pytest.raises(ConfigError, match=rf"layers_to_transform = {indices[1]}: selects no"):
+            add(*indices)
+
+
 def test_page_lists_all_peft_settings() -> None:
     section = (
         (ROOT / "docs" / "huggingface.md").read_text().partition("## LoRA")[2].partition("\n## ")[0]
