@@ -131,8 +131,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     Args:
         model: Any module.
         patterns: Patterns with `*` and `?` for class names or module names. If empty, blocks are
-            the classes in the model's `_no_split_modules` (Hugging Face), otherwise the entries of
-            its outermost module lists.
+            the entries of lists whose class is in the model's `_no_split_modules` (Hugging Face),
+            otherwise the entries of its outermost module lists.
 
     Raises:
         ConfigError: If a pattern matches no module with parameters.
@@ -142,7 +142,12 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
-    blocks = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
+    # Only entries of lists: the names of encoders include their embeddings, which may be tied.
+    blocks = {
+        name: part
+        for name, part in _candidates(model)
+        if type(part).__name__ in unsplit and name.rpartition(".")[2].isdigit()
+    }
     # In the order of the lists. An entry of several lists has one name, as in `named_modules`.
     names = {id(part): name for name, part in _candidates(model)}
     entries = (part for part in _entries_of_lists(model) if id(part) in names)
