@@ -158,6 +158,8 @@ class FullySharded(strategy.Strategy):
         strategy.broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
+        for part in kept:
+            part.float()  # frozen parameters may have 16 bits
         strategy.store_parameters(module, policy.param_dtype, except_for=kept)
         mesh = fsdp_setup.device_mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")

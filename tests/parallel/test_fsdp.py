@@ -75,6 +75,26 @@ class Turned(nn.Module):
 
 
 @ranks(2)
+def test_frozen_16_bit_parameters_of_kept_modules_become_fp32() -> None:
+    losses = []
+    for strategy in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(INPUTS, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        model[1].to(torch.bfloat16).requires_grad_(False)
+        engine = Engine(
+            model,
+            lambda module, inputs: (module(inputs).square().sum(), len(inputs)),
+            fused_adamw,
+            policy="bf16,keep_fp32=norm",
+            strategy=strategy,
+            device="cpu",
+        )
+        losses.append(engine.step([samples(0, 4).inputs]).numbers.loss)
+        assert model[1].weight.dtype == torch.float32
+    assert losses[0] == losses[1]
+
+
+@ranks(2)
 def test_block_inputs_equal_those_without_sharding() -> None:
     for strategy in ("ddp", "fsdp"):
         model = WideAngles()
