@@ -373,7 +373,8 @@ class Engine:
         Each microbatch takes one forward pass. One all-reduce sums over ranks, in FP64.
 
         Args:
-            microbatches: As for `evaluate`. Metrics ignore microbatches of weight 0.
+            microbatches: As for `evaluate`. A microbatch whose loss has weight 0 counts in a metric
+                with the metric's weight, so metrics of padding have weight 0, too.
             metrics: `metric(outputs, batch)` by name, the same on every rank. `outputs` is what the
                 model returned to the loss function, or a tuple if that called it several times. A
                 model that computes its loss itself returns logits. The result is a sum over the

@@ -69,7 +69,7 @@ class MetricSums:
         self._microbatches = 0
 
     def add(self, batch: Any, loss_sum: Tensor, weight: Tensor | float, outputs: list[Any]) -> None:
-        """Add a microbatch. Its metrics do not count if the weight of its loss is 0.
+        """Add a microbatch.
 
         Args:
             batch: The microbatch on the device.
@@ -78,14 +78,10 @@ class MetricSums:
             outputs: Return value of each call of the model.
         """
         self._microbatches += 1
-        weight = self._total.new_zeros(()) + weight
-        rows = [torch.stack([loss_sum.to(self._total), weight])]
+        rows = [torch.stack([loss_sum.to(self._total), self._total.new_zeros(()) + weight])]
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
         values = torch.stack(rows)
-        # A microbatch of weight 0 pads the number of microbatches of a rank with repeated samples,
-        # which must not count twice.
-        values[1:] = torch.where(weight == 0, 0.0, values[1:])
         # A mean with negative weights would be wrong, but look plausible.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 

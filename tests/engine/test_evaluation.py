@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from distmp.data.dataloader import DataLoader
+from distmp.data.evaluation import ForwardOnly
 from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.loss import next_token_loss
@@ -79,15 +80,8 @@ def test_metrics_are_means_over_all_ranks_from_one_forward() -> None:
             for part in zip(whole.inputs.split(flat), whole.labels.split(flat), strict=True)
         ]
         own = parts[:2] if engine.world.rank == 0 else parts[2:]
-        # A repeated microbatch without weight keeps ranks in step, and must not count.
-        padding = own[0]._replace(factor=0.0)
-        replace_loss(
-            engine,
-            lambda model, batch: (
-                loss(model, batch)[0],
-                len(batch.labels) if batch.factor else 0,
-            ),
-        )
+        # A repeated microbatch keeps ranks in step, and must not count.
+        padding = ForwardOnly(own[0])
         found = engine.evaluate_metrics([*own, padding], {"right": right, "size": magnitude})
         assert len(forwards) == len(own) + 1
         handle.remove()
@@ -100,6 +94,17 @@ def test_metrics_are_means_over_all_ranks_from_one_forward() -> None:
         assert found.loss == pytest.approx(expected, **tolerance)
         assert found.loss == engine.evaluate([*own, padding])
         engine.step(own)  # no hook is left that keeps outputs
+
+
+def test_metrics_of_samples_without_loss_do_not_depend_on_the_microbatch_size() -> None:
+    engine = make_engine(policy="fp32")
+    replace_loss(engine, lambda model, batch: (model(batch[0]).sum(), batch[2].sum()))
+    whole = samples(0, 6)
+    batch = whole.inputs, whole.labels, torch.tensor([0, 0, 1, 1, 0, 1])
+    samplewise = zip(*(tensor.split(1) for tensor in batch), strict=True)
+    metric = {"right": lambda outputs, batch: right(outputs, Batch(*batch))}
+    of_one, of_each = (engine.evaluate_metrics(of, metric) for of in ([batch], samplewise))
+    assert of_one.metrics == of_each.metrics
 
 
 def test_a_model_that_computes_its_loss_returns_logits_to_metrics() -> None:
