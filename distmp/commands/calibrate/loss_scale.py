@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from distmp.checkpoint import recovery
+from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.replay import Probe
 from distmp.distributed.world import World
+from distmp.engine.engine import Engine
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.settings import LossScaleConfig
 from distmp.training import components
@@ -56,19 +58,11 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
     config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
-    checkpoint = None
-    if config.resume is not None:
-        runs = existing_runs(config.run_dir, config.checkpoint.path)
-        run = latest_of(runs or [RunDirectory(Path(config.run_dir))])
-        checkpoint = recovery.resolve(config.resume, run.checkpoints)
+    checkpoint = resumed(config)
     engine = components.build_engine(
         config, parts, world, policy=measured_in, attribution=False, load=checkpoint is not None
     )
-    progress = components.Progress()
-    if checkpoint is None:
-        components.start_from_weights(parts, engine)
-    else:
-        progress = components.restore(engine, checkpoint)
+    progress = start_or_resume(parts, engine, checkpoint)
     # FSDP gathers the parameters of some modules before forward: all are watched.
     watched = [*engine.module.named_modules()]
     batches = components.training_batches(config, parts, world, progress)
@@ -77,6 +71,25 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
             engine.step(next(batches).microbatches)
     name = f"{measured_in.name} ({reason})"
     return Calibration(steps, world.world_size, name, histogram(recorded, world))
+
+
+def resumed(config: RunConfig) -> StoredCheckpoint | None:
+    """Return the checkpoint that `resume` refers to, if any; every rank must call it."""
+    if config.resume is None:
+        return None
+    runs = existing_runs(config.run_dir, config.checkpoint.path)
+    run = latest_of(runs or [RunDirectory(Path(config.run_dir))])
+    return recovery.resolve(config.resume, run.checkpoints)
+
+
+def start_or_resume(
+    parts: components.ModelAndData, engine: Engine, checkpoint: StoredCheckpoint | None
+) -> components.Progress:
+    """Load a checkpoint or, without one, the weights of a new run; every rank must call it."""
+    if checkpoint is not None:
+        return components.restore(engine, checkpoint)
+    components.start_from_weights(parts, engine)
+    return components.Progress()
 
 
 def histogram(recorded: Probe, world: World) -> ExponentHistogram:

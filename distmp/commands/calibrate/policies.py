@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distmp.commands.calibrate.loss_scale import resumed, start_or_resume
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
@@ -21,7 +22,7 @@ from distmp.models.metrics import find_metrics
 from distmp.precision import resolve
 from distmp.telemetry.measurements import begin_peak, peak_since
 from distmp.training import components
-from distmp.training.components import ModelAndData, Progress
+from distmp.training.components import ModelAndData
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import bytes_text, counted, text_table
 
@@ -280,6 +281,7 @@ def measure(
         Time, memory and losses, or why the run cannot use the policy.
     """
     parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
+    checkpoint = resumed(config)
     start = begin_peak(world.device)
     try:
         engine = components.build_engine(
@@ -288,13 +290,14 @@ def measure(
             world,
             policy=name,
             attribution=False,
+            load=checkpoint is not None,
             max_consecutive_skips=steps + 1,  # they are counted instead
         )
     except (ConfigError, SetupError) as error:
         return str(error)
-    components.start_from_weights(parts, engine)
+    progress = start_or_resume(parts, engine, checkpoint)
     losses, seconds, skipped = [], [], 0
-    with closing(components.training_batches(config, parts, world, Progress())) as batches:
+    with closing(components.training_batches(config, parts, world, progress)) as batches:
         for _ in range(steps):
             microbatches = next(batches).microbatches
             torch.manual_seed(config.seed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distmp.commands.calibrate import loss_scale
+from distmp.commands.calibrate import loss_scale, policies
 from distmp.commands.calibrate.loss_scale import Calibration, as_json, report
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
@@ -21,6 +21,7 @@ from distmp.diagnosis.replay import Probe
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
+from distmp.errors import ConfigError
 from distmp.scaling.settings import LossScaleConfig
 from distmp.telemetry.console import Console
 from distmp.training.trainer import Trainer
@@ -111,12 +112,14 @@ def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     config = CalibrationConfig.load([*common, "--checkpoint.every=2"])
     trainer = Trainer(config, WORLD, Console(config.log, quiet=True))
     step, counted = trainer.engine.step, recorder(trainer.engine.module)
+    outcomes: list[Any] = []
 
     def stepped(*args: Any, **options: Any) -> Any:
         if trainer.progress.step < 2:
             return step(*args, **options)
         with counted:
-            return step(*args, **options)
+            outcomes.append(step(*args, **options))
+        return outcomes[-1]
 
     trainer.engine.step = stepped  # type: ignore[method-assign]
     with trainer.active(StopSignals()):
@@ -126,6 +129,13 @@ def test_calibration_continues_from_checkpoint(arguments: list[str]) -> None:
     assert exponents(found) == dict(loss_scale.histogram(counted, WORLD).exponents)
     fresh = loss_scale.measure(CalibrationConfig.load(common), WORLD, 1)
     assert exponents(found) != exponents(fresh)
+    # The comparison of policies, too.
+    result = policies.measure(resumed, WORLD, "fp32", steps=1)
+    assert isinstance(result, policies.PolicyResult)
+    assert result.losses == (outcomes[0].numbers.loss,)
+    missing = CalibrationConfig.load([*common, "--resume=missing"])
+    with pytest.raises(ConfigError, match="resume = 'missing'"):
+        policies.measure(missing, WORLD, "fp32", steps=1)
 
 
 def test_calibration_accepts_training_configuration() -> None:
