@@ -22,6 +22,11 @@ _RIGHT = (
     "then zeros; set padding_side='right' on the tokenizer"
 )
 
+_DOCUMENTS = (
+    "with an attention_mask, transformers ignores that positions restart in each document; leave "
+    "the mask out, and set labels, -100 in the padding"
+)
+
 
 def is_hugging_face(batch: Mapping[str, Any]) -> bool:
     """Return whether a batch has the keys of Hugging Face.
@@ -67,7 +72,7 @@ def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, An
 
     Raises:
         ConfigError: If there is padding where the model sees it, or "position_ids" that its
-            forward does not take.
+            forward does not take, or that restart although there is a mask.
     """
     options = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
     taken = arguments_of(model)
@@ -76,7 +81,11 @@ def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, An
     require("position_ids" not in ignored, "batch", [*batch], problem)
     if "attention_mask" in ignored:
         _check_padding(options.pop("attention_mask"))
-    return {**options, "use_cache": False} if "use_cache" in taken else options
+    if "use_cache" not in taken:
+        return options
+    if len(options) == 2:
+        _check_documents(**options)
+    return {**options, "use_cache": False}
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -94,21 +103,35 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_padding(mask: Tensor) -> None:
-    """Refuse padding before tokens.
+    """Refuse padding before tokens."""
+    require(mask.dim() == 2, "attention_mask", tuple(mask.shape), _RIGHT)
+    is_right = ((mask[:, 1:] != 0) <= (mask[:, :-1] != 0)).all(1)
+    _check_rows(is_right, "attention_mask", mask, _RIGHT)
+
+
+def _check_documents(attention_mask: Tensor, position_ids: Tensor) -> None:
+    """Refuse positions that restart between two tokens, which transformers reads without a mask."""
+    # A mask of pairs of tokens has the documents.
+    if attention_mask.shape == position_ids.shape:
+        is_padding = attention_mask == 0
+        is_one = (position_ids.diff() > 0) | is_padding[:, 1:] | is_padding[:, :-1]
+        _check_rows(is_one.all(1), "position_ids", position_ids, _DOCUMENTS)
+
+
+def _check_rows(are_valid: Tensor, key: str, rows: Tensor, problem: str) -> None:
+    """Refuse a batch with rows that are not valid.
 
     On a GPU, a comparison would make the host wait. There, a kernel stops the process.
 
     Raises:
-        ConfigError: With the first row that has such padding.
+        ConfigError: With the first row that is not valid.
     """
-    if isinstance(mask, FakeTensor) or torch.compiler.is_compiling():
+    if isinstance(rows, FakeTensor) or torch.compiler.is_compiling():
         return
-    require(mask.dim() == 2, "attention_mask", tuple(mask.shape), _RIGHT)
-    is_right = ((mask[:, 1:] != 0) <= (mask[:, :-1] != 0)).all(1)
-    if mask.device.type != "cpu":
-        torch._assert_async(is_right.all(), f"attention_mask: {_RIGHT}")
-    elif not is_right.all():
-        raise ConfigError("attention_mask", mask[~is_right][0].tolist(), _RIGHT)
+    if rows.device.type != "cpu":
+        torch._assert_async(are_valid.all(), f"{key}: {problem}")
+    elif not are_valid.all():
+        raise ConfigError(key, rows[~are_valid][0].tolist(), problem)
 
 
 # Python modules of wrappers that change neither the arguments nor the output of a model: DDP,

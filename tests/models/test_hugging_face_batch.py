@@ -140,6 +140,21 @@ def test_packed_documents_do_not_attend_to_each_other() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_mask_that_hides_the_documents_is_refused() -> None:
+    model, ids = transformers_model(), torch.randint(VOCABULARY, (2, 6))
+    mask = torch.ones_like(ids)
+    mask[0, 0] = mask[1, 5] = 0
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    # Positions restart next to padding only.
+    padded_rows = torch.tensor([[1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0]])
+    next_token_loss(model, {**batch, "position_ids": padded_rows})
+    packed = torch.tensor([[1, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 0]])
+    with pytest.raises(
+        ConfigError, match=r"position_ids = \[0, 1, 2, 0, 1, 0\]: .* leave the mask"
+    ):
+        next_token_loss(model, {**batch, "position_ids": packed})
+
+
 def test_scripted_model_has_the_loss_of_its_original() -> None:
     model, ids = Plain(), torch.randint(VOCABULARY, (2, 12))
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
