@@ -152,7 +152,7 @@ class TrainerMixin(_TrainerBase):
         with mock.patch.object(self.args, "average_tokens_across_devices", False):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         shifted, pixel = self._loss_shifts_labels, _ignored_pixel(self.model)
-        counted = [_count(batch, shifted=shifted, ignored_pixel=pixel) for batch in batches]
+        counted = [_count(batch, shifted=shifted, pixel=pixel) for batch in batches]
         values = [int(count) for count, _ in counted]
         counts = torch.tensor(values, dtype=torch.int64).to(device)
         own = torch.tensor(
@@ -329,15 +329,13 @@ def _ignored_pixel(model: Any) -> int:
     return _IGNORED_LABEL if getattr(config, "num_labels", None) == 1 else label
 
 
-def _count(
-    batch: Any, *, shifted: bool, ignored_pixel: int = _IGNORED_LABEL
-) -> tuple[Tensor | int, bool]:
+def _count(batch: Any, *, shifted: bool, pixel: int = _IGNORED_LABEL) -> tuple[Tensor | int, bool]:
     """Return the number of items that the loss of a batch averages, and whether they are labels.
 
     Args:
         batch: Tensors in mappings, lists or tuples, with one row per sample; or a list of samples.
         shifted: Whether the loss compares the output at each position with the next label.
-        ignored_pixel: The label that does not count in labels [batch, height, width].
+        pixel: The label that does not count in labels [batch, height, width].
     """
     if isinstance(batch, Mapping):
         labels = batch.get("shift_labels")
@@ -346,7 +344,7 @@ def _count(
             if isinstance(labels, Tensor) and shifted:
                 labels = labels[..., 1:]
         if isinstance(labels, Tensor):
-            ignored = ignored_pixel if labels.dim() == 3 else _IGNORED_LABEL
+            ignored = pixel if labels.dim() == 3 else _IGNORED_LABEL
             return labels.ne(ignored).sum(), True
     elif isinstance(batch, list) and all(isinstance(sample, Mapping) for sample in batch):
         return len(batch), False

@@ -23,8 +23,7 @@ _RIGHT = (
 )
 
 _DOCUMENTS = (
-    "with an attention_mask, transformers ignores that positions restart in each document; leave "
-    "the mask out, and set labels, -100 in the padding"
+    "restarts, which transformers ignores with an attention_mask; return labels in its place"
 )
 
 
@@ -81,11 +80,9 @@ def model_options(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, An
     require("position_ids" not in ignored, "batch", [*batch], problem)
     if "attention_mask" in ignored:
         _check_padding(options.pop("attention_mask"))
-    if "use_cache" not in taken:
-        return options
-    if len(options) == 2:
+    if len(options) == 2 and "use_cache" in taken:
         _check_documents(**options)
-    return {**options, "use_cache": False}
+    return {**options, "use_cache": False} if "use_cache" in taken else options
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -113,9 +110,9 @@ def _check_documents(attention_mask: Tensor, position_ids: Tensor) -> None:
     """Refuse positions that restart between two tokens, which transformers reads without a mask."""
     # A mask of pairs of tokens has the documents.
     if attention_mask.shape == position_ids.shape:
-        is_padding = attention_mask == 0
-        is_one = (position_ids.diff() > 0) | is_padding[:, 1:] | is_padding[:, :-1]
-        _check_rows(is_one.all(1), "position_ids", position_ids, _DOCUMENTS)
+        has_padding = attention_mask[:, 1:] * attention_mask[:, :-1] == 0
+        is_one = ((position_ids.diff() > 0) | has_padding).all(1)
+        _check_rows(is_one, "position_ids", position_ids, _DOCUMENTS)
 
 
 def _check_rows(are_valid: Tensor, key: str, rows: Tensor, problem: str) -> None:

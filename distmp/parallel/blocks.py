@@ -143,15 +143,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
     # Only entries of lists: the names of encoders include their embeddings, which may be tied.
-    blocks = {
-        name: part
-        for name, part in _candidates(model)
-        if type(part).__name__ in unsplit and name.rpartition(".")[2].isdigit()
-    }
-    # In the order of the lists. An entry of several lists has one name, as in `named_modules`.
-    names = {id(part): name for name, part in _candidates(model)}
-    entries = (part for part in _entries_of_lists(model) if id(part) in names)
-    return blocks or {names[id(part)]: part for part in entries}
+    indexed = {name: part for name, part in _candidates(model) if name.split(".")[-1].isdigit()}
+    blocks = {name: part for name, part in indexed.items() if type(part).__name__ in unsplit}
+    # An entry of several lists has one name, as in `named_modules`.
+    entries = {id(part) for part in _entries_of_lists(model)}
+    return blocks or {name: part for name, part in _candidates(model) if id(part) in entries}
 
 
 def prepare_blocks(

@@ -111,7 +111,11 @@ def low_precision_layers(
     _restore_forward(model)
     if not policy.has_low_precision_matmuls:
         return None
-    _refuse_fast_path(model)
+    # In evaluation, torch's encoder layers have a fast path that reads the weights of linear layers
+    # without calling these, and their encoder makes nested tensors for it.
+    for part in model.modules():
+        if isinstance(part, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            vars(part).update(use_nested_tensor=False, activation_relu_or_gelu=0)
     return LowPrecisionLayers(select(model, policy, blocks), policy, device)
 
 
@@ -133,18 +137,6 @@ def _replace_forward(
     forward.has_low_precision_matmuls = True  # type: ignore[attr-defined]
     # A bound method, so that a deep copy calls its own module.
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-
-
-def _refuse_fast_path(model: nn.Module) -> None:
-    """Let torch's encoder layers call their linear layers in evaluation, too.
-
-    They have a fast path that reads the weights, and their encoder makes nested tensors for it.
-    """
-    for part in model.modules():
-        if isinstance(part, nn.TransformerEncoderLayer):
-            part.activation_relu_or_gelu = 0
-        elif isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False
 
 
 def _restore_forward(model: nn.Module) -> None:

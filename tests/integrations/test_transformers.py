@@ -510,11 +510,11 @@ def test_pixels_without_class_do_not_count(tmp_path: Path) -> None:
     assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
     batch = {"labels": labels}
     pixel = _ignored_pixel(model)
-    assert int(_count(batch, shifted=False, ignored_pixel=pixel)[0]) == sum(counts)
+    assert int(_count(batch, shifted=False, pixel=pixel)[0]) == sum(counts)
     config.num_labels = 1
     pixel = _ignored_pixel(model)
-    assert int(_count(batch, shifted=False, ignored_pixel=pixel)[0]) == labels.numel()
-    assert int(_count({"labels": torch.tensor([3, 255])}, shifted=False, ignored_pixel=255)[0]) == 2
+    assert int(_count(batch, shifted=False, pixel=pixel)[0]) == labels.numel()
+    assert int(_count({"labels": torch.tensor([3, 255])}, shifted=False, pixel=255)[0]) == 2
 
 
 @ranks(1)

@@ -150,7 +150,7 @@ def test_mask_that_hides_the_documents_is_refused() -> None:
     next_token_loss(model, {**batch, "position_ids": padded_rows})
     packed = torch.tensor([[1, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 0]])
     with pytest.raises(
-        ConfigError, match=r"position_ids = \[0, 1, 2, 0, 1, 0\]: .* leave the mask"
+        ConfigError, match=r"position_ids = \[0, 1, 2, 0, 1, 0\]: restarts, .* return labels in"
     ):
         next_token_loss(model, {**batch, "position_ids": packed})
 

@@ -21,6 +21,7 @@ from distmp.engine.engine import Engine
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.settings import LossScaleConfig
 from distmp.training import components
+from distmp.training.components import ModelAndData, Progress
 from distmp.training.run_directory import RunDirectory, existing_runs, latest_of
 from distmp.training.strategy_choice import choose_strategy
 from distmp.utils.units import counted, text_table
@@ -62,7 +63,7 @@ def measure(config: RunConfig, world: World, steps: int) -> Calibration:
     engine = components.build_engine(
         config, parts, world, policy=measured_in, attribution=False, load=checkpoint is not None
     )
-    progress = start_or_resume(parts, engine, checkpoint)
+    progress = start(parts, engine, checkpoint)
     # FSDP gathers the parameters of some modules before forward: all are watched.
     watched = [*engine.module.named_modules()]
     batches = components.training_batches(config, parts, world, progress)
@@ -82,14 +83,12 @@ def resumed(config: RunConfig) -> StoredCheckpoint | None:
     return recovery.resolve(config.resume, run.checkpoints)
 
 
-def start_or_resume(
-    parts: components.ModelAndData, engine: Engine, checkpoint: StoredCheckpoint | None
-) -> components.Progress:
+def start(parts: ModelAndData, engine: Engine, checkpoint: StoredCheckpoint | None) -> Progress:
     """Load a checkpoint or, without one, the weights of a new run; every rank must call it."""
     if checkpoint is not None:
         return components.restore(engine, checkpoint)
     components.start_from_weights(parts, engine)
-    return components.Progress()
+    return Progress()
 
 
 def histogram(recorded: Probe, world: World) -> ExponentHistogram:

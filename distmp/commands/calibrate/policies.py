@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distmp.commands.calibrate.loss_scale import resumed, start_or_resume
+from distmp.commands.calibrate import loss_scale
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
 from distmp.distributed.world import World
@@ -281,7 +281,7 @@ def measure(
         Time, memory and losses, or why the run cannot use the policy.
     """
     parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
-    checkpoint = resumed(config)
+    checkpoint = loss_scale.resumed(config)
     start = begin_peak(world.device)
     try:
         engine = components.build_engine(
@@ -295,7 +295,7 @@ def measure(
         )
     except (ConfigError, SetupError) as error:
         return str(error)
-    progress = start_or_resume(parts, engine, checkpoint)
+    progress = loss_scale.start(parts, engine, checkpoint)
     losses, seconds, skipped = [], [], 0
     with closing(components.training_batches(config, parts, world, progress)) as batches:
         for _ in range(steps):
