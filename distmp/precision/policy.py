@@ -334,8 +334,8 @@ COSTS = {
     "accumulate": "the sum of 8 microbatches has a relative error of 0.0035, of 512 0.035",
     "reduce": "the gradient of 64 ranks has a relative error of 0.00036 (on 8 machines 0.00077) "
     "where distmp sums it in FP32, and of 0.0082 where the backend sums it in 16 bits",
-    "buffer": "a running mean has a relative error of 0.014 after 1,000 batches; rotary tables of "
-    "a 16-bit inv_freq have 100 times the error from position 1,000 on",
+    "buffer": "a running mean has a relative error of 0.014 after 1,000 batches; tables of rotary "
+    "positions are rounded, too",
     "output": "the gradient of a cross entropy has a relative error of 0.0048",
 }
 
