@@ -73,7 +73,7 @@ def _config(steps: int, directory: str) -> RunConfig:
         run_dir=f"{directory}/run",
         schedule=replace(config.schedule, warmup_steps=steps // 3),
         data=replace(config.data, held_out=0.0),  # no validation
-        validation=replace(config.validation, every=0, final_samples=None),
+        validation=replace(config.validation, every=0),
         log=LogConfig(console="off"),
     )
 

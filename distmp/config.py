@@ -186,7 +186,7 @@ class ValidationConfig:
 
     def check(self, is_held_out: bool, problem: str) -> None:
         """Refuse settings that have no effect without held-out data."""
-        for name, unused in {"every": 0, "metrics": {}, "final_samples": "null"}.items():
+        for name, unused in {"every": 0, "metrics": {}}.items():
             value = getattr(self, name)
             hint = f"{problem}; set it to {unused}, or hold out data"
             require(is_held_out or not value, f"validation.{name}", value, hint)

@@ -69,7 +69,6 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
             ["--validation.metrics", "{right: accuracy}", "--data.held-out", "0"],
             "validation.metrics = {'right': 'accuracy'}: has no data with data.held_out = 0; set",
         ),
-        (["--validation.final-samples", "5", "--data.held-out", "0"], "set it to null, or hold"),
         (
             ["--shard-optimizer", "--strategy", "single"],
             "shard_optimizer = True: has no effect under strategy single",

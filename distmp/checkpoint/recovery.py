@@ -8,6 +8,7 @@ marked, earlier checkpoints since the last applied update hold the same weights.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -154,8 +155,12 @@ def _holding(directory: Path) -> Path:
     inside, config = directory / "checkpoints", directory / "config.yaml"
     if storage.entries_of(directory) or not (inside.is_dir() or config.is_file()):
         return directory
-    elsewhere = None if inside.is_dir() else flat(read_yaml(config)).get("checkpoint.path")
-    return Path(elsewhere) / directory.resolve().name if elsewhere else inside
+    try:
+        elsewhere = None if inside.is_dir() else flat(read_yaml(config)).get("checkpoint.path")
+    except ConfigError:  # of another program
+        return directory
+    # As the run, which keeps the name of a link.
+    return Path(elsewhere) / Path(os.path.abspath(directory)).name if elsewhere else inside
 
 
 def newest_healthy(directory: Path) -> Path | None:

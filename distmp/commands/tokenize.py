@@ -160,9 +160,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        problem = (
-            f"cannot create {unfinished} ({error.strerror}); remove what a killed command left"
-        )
+        problem = f"cannot create {unfinished} ({error.strerror}); remove what a killed one left"
         raise ConfigError("--to", str(directory), problem) from error
     try:
         yield unfinished
@@ -257,7 +255,8 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         # Libraries of formats raise any type; `datasets` hides the cause behind its own.
-        text = " ".join(str(error.__cause__ or error).split())
+        hidden = type(error).__name__ == "DatasetGenerationError"
+        text = " ".join(str((error.__cause__ if hidden else None) or error).split())
         raise ConfigError("INPUT", name, f"cannot be read: {text}") from error
 
 

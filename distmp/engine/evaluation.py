@@ -82,6 +82,8 @@ class MetricSums:
         for name, metric in self._metrics.items():
             rows.append(self._row(name, metric(_output(outputs), batch)))
         values = torch.stack(rows)
+        # The mean of nothing may be NaN.
+        values[1:] = torch.where(values[1:, 1:] == 0, 0.0, values[1:])
         # A mean with negative weights would be wrong, but look plausible.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 

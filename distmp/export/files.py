@@ -225,8 +225,8 @@ def _check_replaceable(directory: Path) -> None:
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
     target = directory.resolve()  # a symbolic link stays
-    temporary = target.with_name(f".{target.name}.writing")
-    replaced = target.with_name(f".{target.name}.replaced")
+    temporary = target.parent / f".{target.name}.writing"
+    replaced = target.parent / f".{target.name}.replaced"
     try:
         _check_replaceable(directory)
         shutil.rmtree(temporary, ignore_errors=True)

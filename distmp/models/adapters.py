@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -23,6 +22,7 @@ from distmp.precision.keep import parameters_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.deferred import record_more
 from distmp.utils.imports import require_package
+from distmp.utils.tensor_trees import tied_parameters
 
 SETTING = "model.peft"
 # peft's name for the only adapter of a model.
@@ -90,7 +90,7 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
     task = "CAUSAL_LM" if is_hugging_face else None
     forwards = {name: type(part).forward for name, part in model.named_modules()}
-    tied = _tied(model)
+    tied = tied_parameters(model)
     if any(_layers(model)):
         raise ConfigError(SETTING, dict(values), "the model has adapters already; remove either")
     valid = is_hugging_face or values.get("target_modules") is not None
@@ -124,20 +124,14 @@ def _linear_layers(forwards: Mapping[str, Any]) -> str:
     return f"the model has the linear layers {listed(names)}"
 
 
-def _tied(model: nn.Module) -> set[int]:
-    """Return the `id` of each parameter that has several names."""
-    counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return {key for key, count in counts.items() if count > 1}
-
-
 def _check_selection(
     model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any]
 ) -> None:
     """Refuse names and indices that select nothing, which peft accepts if another one selects."""
     adapted = [name for name, _ in _layers(model)]
-    blocks = [found[0] for name in adapted if (found := re.match(r".*\.\d+(?=\.)", name))]
+    indices = [part for name in adapted for part in name.split(".") if part.isdigit()]
     choices = {"target_modules": adapted, "exclude_modules": [*forwards]}
-    for setting, names in (choices | {"layers_to_transform": blocks}).items():
+    for setting, names in (choices | {"layers_to_transform": indices}).items():
         value = values.get(setting)
         for entry in value if isinstance(value, list | tuple) else ():
             if not any(f".{name}".endswith(f".{entry}") for name in names):
@@ -146,7 +140,10 @@ def _check_selection(
 
 
 def _check_layers(
-    model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any], tied: set[int]
+    model: nn.Module,
+    values: Mapping[str, Any],
+    forwards: Mapping[str, Any],
+    tied: set[nn.Parameter],
 ) -> None:
     """Refuse layers whose update would be ignored, or could not be merged."""
     from peft.tuners.lora import Linear
@@ -157,7 +154,7 @@ def _check_layers(
             problem = f"is a {type(base).__name__}"
         elif isinstance(base, nn.Linear) and forwards.get(name) is not nn.Linear.forward:
             problem = f"computes more than a product ({type(base).__name__})"
-        elif id(base.weight) in tied:
+        elif base.weight in tied:
             problem = "shares its weight with another layer, which would not get the update"
         else:
             continue

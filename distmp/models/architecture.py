@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ def architecture(model: nn.Module, config: ModelConfig) -> dict[str, Any]:
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
-    """Return the content of config.json for models that have one."""
+    """Return the content of config.json for models that have one which JSON can represent."""
     if isinstance(model, Transformer):
         return {"model_type": TRANSFORMER, **asdict(model.config)}
     if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
-        return huggingface.configuration(model)
+        with suppress(TypeError):  # a value of the user's in the configuration
+            return huggingface.configuration(model)
     return None
 
 

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from distmp.errors import ConfigError, nearest, require
 from distmp.parallel.settings import ParallelConfig
 from distmp.precision.keep import forward_function, outermost
+from distmp.utils.tensor_trees import tied_parameters
 
 # The module that a buffer is registered in, and its name there.
 _Buffer = tuple[nn.Module, str]
@@ -131,8 +132,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     Args:
         model: Any module.
         patterns: Patterns with `*` and `?` for class names or module names. If empty, blocks are
-            the entries of lists whose class is in the model's `_no_split_modules` (Hugging Face),
-            otherwise the entries of its outermost module lists.
+            the modules whose class is in the model's `_no_split_modules` (Hugging Face), without
+            tied embeddings, otherwise the entries of its outermost module lists.
 
     Raises:
         ConfigError: If a pattern matches no module with parameters.
@@ -142,9 +143,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
-    # Only entries of lists: the names of encoders include their embeddings, which may be tied.
-    indexed = {name: part for name, part in _candidates(model) if name.split(".")[-1].isdigit()}
-    blocks = {name: part for name, part in indexed.items() if type(part).__name__ in unsplit}
+    tied = tied_parameters(model)
+    blocks = {
+        name: part
+        for name, part in _candidates(model)
+        if type(part).__name__ in unsplit
+        # Encoders name their embeddings, too. A tied one is used outside of its module.
+        and (name.split(".")[-1].isdigit() or tied.isdisjoint(part.parameters()))
+    }
     # An entry of several lists has one name, as in `named_modules`.
     entries = {id(part) for part in _entries_of_lists(model)}
     return blocks or {name: part for name, part in _candidates(model) if id(part) in entries}

@@ -5,7 +5,7 @@ Chooses where gradients of microbatches are accumulated.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -26,7 +26,7 @@ from distmp.precision.builders import fsdp2_policy
 from distmp.precision.keep import with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.processes import free_host_bytes
-from distmp.utils.tensor_trees import parameter_name
+from distmp.utils.tensor_trees import parameter_name, tied_parameters
 from distmp.utils.units import bytes_text
 
 HOOK = (
@@ -182,14 +182,14 @@ def shard(
 
 def _with_own_group(module: nn.Module, done: set[int]) -> list[nn.Module]:
     """Return the modules with `own_group`, unless they are done or frozen, or share a weight."""
-    names = Counter(map(id, (each for _, each in module.named_parameters(remove_duplicate=False))))
+    tied = tied_parameters(module)
     inside = with_submodules([part for part in module.modules() if id(part) in done])
     return [
         part
         for part in module.modules()
         if getattr(part, "own_group", False)
         and id(part) not in inside
-        and all(each.requires_grad and names[id(each)] == 1 for each in part.parameters())
+        and all(each.requires_grad and each not in tied for each in part.parameters())
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -77,6 +77,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a function that casts floating-point tensors and returns others unchanged."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that have several names."""
+    counts = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def parameter_name(name: str) -> str:

@@ -122,6 +122,12 @@ def test_resume_from_path(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(f"checkpoint: {{path: {tmp_path / 'disk'}}}\n")
     (on_disk,) = save(tmp_path / "disk" / run.name, 4)
     assert resolved(str(run), elsewhere) == on_disk
+    (tmp_path / "linked").symlink_to(run)
+    (of_link,) = save(tmp_path / "disk" / "linked", 5)
+    assert resolved(str(tmp_path / "linked"), elsewhere) == of_link
+    (run / "config.yaml").write_text("- !of_another_program x\n")
+    with pytest.raises(ConfigError, match="contains none"):
+        resolved(str(run), elsewhere)
     kept = tmp_path / "the one of the paper"
     shutil.copytree(first, kept)
     assert resolved(str(kept), elsewhere) == kept

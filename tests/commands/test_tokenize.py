@@ -249,7 +249,7 @@ def test_unrelated_directory_is_not_replaced(
     arguments = [jsonl, "--to=out", "--tokenizer=bytes", "--workers=1"]
     Path("out.partial").mkdir()
     assert tokenize(*arguments) == 2
-    message = "cannot create out.partial (File exists); remove what a killed command left"
+    message = "cannot create out.partial (File exists); remove what a killed one left"
     assert message in capsys.readouterr().err
     Path("out.partial").rmdir()
     assert tokenize(*arguments[:1], f"--to={300 * 'x'}", *arguments[2:]) == 2

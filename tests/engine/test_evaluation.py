@@ -102,9 +102,14 @@ def test_metrics_of_samples_without_loss_do_not_depend_on_the_microbatch_size() 
     whole = samples(0, 6)
     batch = whole.inputs, whole.labels, torch.tensor([0, 0, 1, 1, 0, 1])
     samplewise = zip(*(tensor.split(1) for tensor in batch), strict=True)
-    metric = {"right": lambda outputs, batch: right(outputs, Batch(*batch))}
-    of_one, of_each = (engine.evaluate_metrics(of, metric) for of in ([batch], samplewise))
-    assert of_one.metrics == of_each.metrics
+
+    def mean(outputs: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        weight = batch[2].sum()
+        return (batch[0].sum(1) * batch[2]).sum() / weight * weight, weight
+
+    metrics = {"right": lambda outputs, batch: right(outputs, Batch(*batch)), "mean": mean}
+    of_one, of_each = (engine.evaluate_metrics(of, metrics) for of in ([batch], samplewise))
+    assert of_one.metrics == pytest.approx(of_each.metrics)
 
 
 def test_a_model_that_computes_its_loss_returns_logits_to_metrics() -> None:

@@ -21,6 +21,7 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.export.export import export
 from distmp.export.files import write
 from distmp.export.weights import load_model, load_weights
+from distmp.models.architecture import described
 from distmp.models.transformer import Transformer
 from distmp.telemetry.records import read_records
 from distmp.train import main
@@ -327,6 +328,15 @@ def test_missing_description_of_model_is_logged(
     assert expected in caplog.messages
 
 
+def test_configuration_that_json_cannot_represent_is_not_stored() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    config = LlamaConfig(num_attention_heads=1, **sizes)
+    config.users = {1, 2}
+    assert described(LlamaForCausalLM(config)) is None
+
+
 def test_home_directory_is_found_after_equals_sign(
     cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,4 +369,6 @@ def test_current_directory_is_not_replaced(cwd: Path) -> None:
         CheckpointError, match=r"cannot write \.: .*; name a new one, such as \./weights"
     ):
         engine.export(".")
+    with pytest.raises(CheckpointError, match="cannot write /: "):
+        engine.export("/")
     assert cwd.is_dir()

@@ -329,6 +329,11 @@ def test_indices_of_layers_that_a_model_does_not_have_are_refused() -> None:
     for indices in ((0, 12), (0, -1), (1, 21)):
         with pytest.raises(ConfigError, match=rf"layers_to_transform = {indices[1]}: selects no"):
             add(*indices)
+    # The index of an expert is no index of a layer.
+    layers = (nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)})]) for _ in range(4))
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    values = {"target_modules": ["up"], "layers_to_transform": [3]}
+    adapters.add_adapters(nn.ModuleDict({"model": model}), values, seed=1)
 
 
 def test_page_lists_all_peft_settings() -> None:

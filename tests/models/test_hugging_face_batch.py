@@ -13,7 +13,7 @@ from distmp.data import IGNORED
 from distmp.data.dataloader import DataLoader
 from distmp.errors import ConfigError
 from distmp.models.huggingface import prepare_loss
-from distmp.models.loss import next_token_loss
+from distmp.models.loss import model_options, next_token_loss
 from distmp.models.transformer import Transformer, TransformerConfig
 from tests.reference import make_engine, plain_sgd
 
@@ -145,14 +145,16 @@ def test_mask_that_hides_the_documents_is_refused() -> None:
     mask = torch.ones_like(ids)
     mask[0, 0] = mask[1, 5] = 0
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    # Positions restart next to padding only.
-    padded_rows = torch.tensor([[1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0]])
+    # Positions restart next to padding only, and those of an image are equal.
+    padded_rows = torch.tensor([[1, 0, 1, 1, 1, 2], [0, 1, 2, 3, 4, 0]])
     next_token_loss(model, {**batch, "position_ids": padded_rows})
     packed = torch.tensor([[1, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 0]])
     with pytest.raises(
         ConfigError, match=r"position_ids = \[0, 1, 2, 0, 1, 0\]: restarts, .* return labels in"
     ):
         next_token_loss(model, {**batch, "position_ids": packed})
+    model.config._attn_implementation = "flash_attention_2"  # finds the documents
+    model_options({**batch, "position_ids": packed}, model)
 
 
 def test_scripted_model_has_the_loss_of_its_original() -> None:

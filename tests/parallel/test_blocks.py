@@ -62,9 +62,13 @@ def test_classes_that_the_model_does_not_split_come_first() -> None:
     inside = nn.Sequential(Decoder())  # wrapped by the user
     assert list(find_blocks(inside)) == ["0.model.layers.0", "0.model.layers.1"]
     model = Decoder()
-    model.embeddings = nn.Embedding(2, 2)
+    model.embeddings, model.head = nn.Embedding(2, 2), nn.Linear(2, 2)
     model._no_split_modules = ("Layer", "Embedding")  # as in encoders
-    assert list(find_blocks(model)) == ["model.layers.0", "model.layers.1"]
+    blocks = ["model.layers.0", "model.layers.1", "embeddings"]
+    assert list(find_blocks(model)) == blocks
+    model.head.weight = model.embeddings.weight
+    blocks.remove("embeddings")
+    assert list(find_blocks(model)) == blocks
     model._no_split_modules = None
     assert list(find_blocks(model)) == ["heads.0", "model.layers.0", "model.layers.1"]
 

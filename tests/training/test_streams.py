@@ -138,10 +138,6 @@ def test_a_stream_shorter_than_a_step_is_refused(tmp_path: Path) -> None:
         ({"options": {"kind": "of node"}}, "it returned a OfNode, which is divided over the ranks"),
         ({"options": {"kind": "iterator"}}, "generator, which can be read only once"),
         ({"options": {"kind": "short"}}, "batch.global_batch_size = 8: is more than the 7 samples"),
-        (
-            {"source": f"{HERE}:unvalidated"},
-            r"final_samples = 9: .* None for split='validation'; set it to null",
-        ),
     ],
 )
 def test_unsuitable_data_is_refused_where_it_is_built(
@@ -149,3 +145,11 @@ def test_unsuitable_data_is_refused_where_it_is_built(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model_and_data(settings(tmp_path, data=data), World(0, 1, torch.device("cpu"), None))
+
+
+def test_validation_needs_a_split(tmp_path: Path) -> None:
+    config = settings(tmp_path, data={"source": f"{HERE}:unvalidated"}, validation={"every": 4})
+    with pytest.raises(
+        ConfigError, match=r"validation.every = 4: .* None .*; set it to 0, or hold"
+    ):
+        build_model_and_data(config, World(0, 1, torch.device("cpu"), None))
