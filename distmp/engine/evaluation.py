@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
@@ -126,6 +127,8 @@ def evaluate(
     metrics: Mapping[str, MetricFunction],
 ) -> Evaluation:
     """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`."""
+    problem = "yields lists of microbatches, for engine.step; pass loader.once()"
+    require(not isinstance(microbatches, DataLoader), "microbatches", "DataLoader", problem)
     compared = microbatches
     if setup.is_sharded and not isinstance(microbatches, until_stop_requested):
         compared = _same_number(microbatches, setup)

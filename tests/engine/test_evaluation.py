@@ -279,3 +279,10 @@ def test_an_evaluation_in_inference_mode_leaves_the_engine_usable() -> None:
         found = engine.evaluate([batch])
     assert found == pytest.approx(engine.evaluate([batch]))
     assert not engine.step([batch]).numbers.skipped
+
+
+def test_a_loader_of_steps_is_refused() -> None:
+    dataset = TensorDataset(torch.ones(2, 6))
+    loader = DataLoader(dataset, batch_size=2, microbatch_size=1)
+    with pytest.raises(ConfigError, match=r"'DataLoader': yields lists .* pass loader\.once\(\)"):
+        make_engine(policy="fp32").evaluate(loader)
