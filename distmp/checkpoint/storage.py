@@ -169,7 +169,7 @@ def locate(setting: str, text: str) -> Path:
     Raises:
         ConfigError: If it is a URL.
     """
-    problem = "is a URL; name a directory, such as one where the store is mounted"
+    problem = "is a URL; name a directory on a file system that renames directories atomically"
     require("://" not in text, setting, text, problem)
     return Path(text)
 
