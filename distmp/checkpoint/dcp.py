@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -117,10 +118,14 @@ def _one_error(ranks: Ranks, goal: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        failures = {
-            rank: Failure(describe(wrapped[0]), 1) for rank, wrapped in error.failures.items()
-        }
+        failures = {rank: Failure(_text(found), 1) for rank, (found, _) in error.failures.items()}
         raise checkpoint_error(goal, failures, ranks.world_size) from error
+
+
+def _text(error: BaseException) -> str:
+    # torch would advise to run the code in the file (weights_only=False).
+    refused = "a file that holds its tensors is damaged, or holds other objects"
+    return refused if isinstance(error, UnpicklingError) else describe(error)
 
 
 class _SummedFile:
