@@ -86,6 +86,7 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
+from distmp.utils.units import counted
 
 # Number of first forward passes that check for replaced parameters, which costs host time.
 _WATCHED_FORWARDS = 16
@@ -186,7 +187,7 @@ class FullySharded(strategy.Strategy):
         )
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
-            self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
+            self.reason = f"{counted(self._replicas, 'replica')} of {counted(shards, 'rank')}; {self.reason}"
         # Number of remaining steps that check for writes to gathered parameters.
         self._watched_steps = 0
         # Whether FSDP may hold gradients or parameters of an unfinished step.
