@@ -641,8 +641,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(
-                "one optimizer stepped and another one skipped in the same iteration; if they "
-                "train one model, make them decide together: "
+                "one optimizer stepped and another one skipped in the same iteration; if one "
+                "backward pass computes the gradients of both, make them decide together: "
                 "DistributedGradScaler(optimizers=[...])"
             )
         _check_scales(scales_differ)

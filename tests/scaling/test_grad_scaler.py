@@ -617,6 +617,8 @@ def test_partial_update_is_reported_once(caplog: pytest.LogCaptureFixture) -> No
             scaler.step(optimizer)
         scaler.update()
     assert len(caplog.records) == 1
+    # Registering those of a GAN, which have a backward pass each, would raise an error.
+    assert "if one backward pass computes the gradients of both" in caplog.text
     assert "optimizers=[...]" in caplog.text
 
 
