@@ -265,7 +265,8 @@ def _over_seeds(
             continue
         values[name] = {what: [value] for what, value in first.held_out.items()}
         for seed in range(config.seed + 1, config.seed + config.seeds):
-            again = measure(replace(config, seed=seed), world, name, steps=config.calibrate_steps)
+            other, steps = replace(config, seed=seed), config.calibrate_steps
+            again = measure(other, world, name, steps=steps, data_seed=config.seed)
             assert isinstance(again, PolicyResult)  # it was not refused with the first seed
             for what, value in again.held_out.items():
                 values[name][what].append(value)
@@ -273,14 +274,22 @@ def _over_seeds(
 
 
 def measure(
-    config: CalibrationConfig, world: World, name: str, *, steps: int
+    config: CalibrationConfig, world: World, name: str, *, steps: int, data_seed: int | None = None
 ) -> PolicyResult | str:
     """Train under one policy; every rank must call it.
+
+    Args:
+        config: The run.
+        world: All ranks.
+        name: The policy.
+        steps: Number of steps.
+        data_seed: Seed with which the datasets are built, see `build_model_and_data`.
 
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world))
+    build = components.build_model_and_data
+    parts = world.ranks.all_or_none(lambda: build(config, world, data_seed))
     checkpoint = loss_scale.resumed(config)
     start = begin_peak(world.device)
     try:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from distmp.cli import main
 from distmp.commands.calibrate.policies import compare
@@ -72,6 +74,28 @@ def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cw
     accuracy = last["validation_metrics"]["right"]
     assert values["accuracy"][2] == pytest.approx(accuracy, rel=1e-6)
     assert len(found["fp8"]["values"]["accuracy"]) == 3
+
+
+def split_at_random(split: str, sequence_length: int) -> Any:
+    order = torch.randperm(40).tolist()
+    chosen = order[:8] if split == "validation" else order[8:]
+    samples = [{"inputs": torch.tensor([n, 1]), "targets": torch.tensor([1, n])} for n in chosen]
+    if split == "validation":
+        held_out.append(sorted(chosen))
+    return samples
+
+
+held_out: list[list[int]] = []
+
+
+def test_seeds_are_compared_on_the_same_samples() -> None:
+    held_out.clear()
+    size = ["--model.options={layers: 1, dimension: 32, heads: 2, vocabulary_size: 40}"]
+    options = [f"--data.source={__name__}:split_at_random", "--policies=fp32", "--seeds=3"]
+    seeds = compare(CalibrationConfig.load([*RUN, *size, *options]), World.current("cpu")).seeds
+    assert seeds is not None
+    assert len({*seeds.values["fp32"]["loss"]}) == 3
+    assert all(samples == held_out[0] for samples in held_out), held_out
 
 
 @pytest.mark.nightly
