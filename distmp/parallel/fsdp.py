@@ -187,7 +187,8 @@ class FullySharded(strategy.Strategy):
         )
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
-            self.reason = f"{counted(self._replicas, 'replica')} of {counted(shards, 'rank')}; {self.reason}"
+            replicas, ranks = counted(self._replicas, "replica"), counted(shards, "rank")
+            self.reason = f"{replicas} of {ranks}; {self.reason}"
         # Number of remaining steps that check for writes to gathered parameters.
         self._watched_steps = 0
         # Whether FSDP may hold gradients or parameters of an unfinished step.

@@ -118,7 +118,7 @@ def test_pickled_object_in_a_data_file_is_refused(path: Path) -> None:
     entry.offset, entry.length = 0, attack.stat().st_size
     rewrite(path, index)
     read_index(path)
-    with pytest.raises(CheckpointError, match="is damaged, or holds other objects$") as error:
+    with pytest.raises(CheckpointError, match=r"is damaged, or holds other objects$") as error:
         StoredCheckpoint(path).load({"torch.float32": torch.ones(2, 3)})
     assert "weights_only" not in str(error.value)  # torch's advice to run the code
     assert not mark.exists()

@@ -13,6 +13,6 @@ def test_locate_accepts_paths() -> None:
 
 
 def test_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is a URL; name .* that renames directories atomically") as error:
+    with pytest.raises(ConfigError, match=r"is a URL; name .* that renames directories") as error:
         locate("checkpoint.path", "s3://bucket/run")
     assert error.value.setting == "checkpoint.path"
