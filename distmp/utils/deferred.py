@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.errors import DistmpError, listed
+from distmp.errors import ConfigError, DistmpError, listed
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import checksum, held_tensors, own_tensors, replace_tensors
@@ -304,13 +304,31 @@ class _Seeded(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+class _Fake(FakeTensorMode):
+    """Makes tensors fake while a constructor runs.
+
+    Attributes:
+        ended: Whether that is over. A fake tensor outside of the module would make the loss fake,
+            which the host reads as any number.
+    """
+
+    ended = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.ended:
+            fake = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, FakeTensor))
+            problem = "was made by the constructor outside of the module; register it as a buffer"
+            raise ConfigError("model", f"tensor of shape {tuple(fake.shape)}", problem)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _Recorder(_Seeded):
     """Makes large and random tensors fake, and records the operations on them."""
 
     def __init__(self, recording: Recording, seed: int) -> None:
         super().__init__(seed)
         self._recording = recording
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _Fake(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -367,6 +385,7 @@ def build_deferred(
         return module  # callers refuse it with the name of the setting
     _leave_fake(module, recording, lambda tensor: isinstance(tensor, FakeTensor))
     _refuse_attributes(module, recorder.has_made)
+    recorder._fake.ended = True
     _recordings[module] = recording
     return module
 

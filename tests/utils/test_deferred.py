@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import distmp
+from distmp.errors import ConfigError
 from distmp.utils.deferred import (
     SMALL_ELEMENTS,
     NotDeferrableError,
@@ -407,3 +409,26 @@ def test_empty_parameter_can_be_deferred() -> None:
 def test_constructor_errors_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         build_deferred(lambda: nn.Linear(1 // 0, 3), 0)
+
+
+def test_tensor_outside_of_the_module_is_named_when_it_is_used() -> None:
+    """The loss would be fake, and the host would read any number from it."""
+    kept: list[Tensor] = []
+
+    class Scaled(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs * kept[0])
+
+    def build() -> nn.Module:
+        kept.append(torch.randn(3))
+        return Scaled(3, 1)
+
+    engine = distmp.Engine(
+        build,
+        lambda model, batch: (model(batch).sum(), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=0.1, fused=True),
+        policy="fp32",
+        device="cpu",
+    )
+    with pytest.raises(ConfigError, match=r"model = 'tensor of shape \(3,\)': was made by the con"):
+        engine.step([torch.ones(2, 3)])
