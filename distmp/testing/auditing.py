@@ -32,7 +32,7 @@ from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
-from distmp.utils.tensor_trees import COMPARED_ELEMENTS, checksum, map_tensors, version_counters
+from distmp.utils.tensor_trees import checksum, version_counters
 
 # Classes that penalties, other models or clipping can look like.
 _VAGUE = ("unexplained", "clipped", "constant", "shard_clipped", "weighted", "miscounted")
@@ -307,20 +307,15 @@ class Audit:
             if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = [part.batch for s in self._steps for each in s.forwards for part in each.parts]
-        sums = {n: checksum([step.state[n] for step in self._steps]) for n in trained}
-        of_ranks = ranks.gather((checksum(map_tensors(_in_parts, inputs)), sums))
+        full = functools.partial(checksum, first=None)
+        sums = {n: full([step.state[n] for step in self._steps]) for n in trained}
+        of_ranks = ranks.gather((full(inputs), sums))
         for same in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
         if differ := [name for name in sums if sums[name] != of_ranks[0][1][name]]:
             self._found.append(mismatch("different_weights", differ))
-
-
-def _in_parts(tensor: Tensor) -> Any:
-    """Return a tensor in parts, each of which a checksum counts in full."""
-    is_flat = tensor.layout == torch.strided and not tensor.is_nested
-    return tensor.flatten().split(COMPARED_ELEMENTS) if is_flat else tensor
 
 
 def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:

@@ -160,36 +160,34 @@ def replace_tensors(
             setattr(held.holder, held.key, done[key])
 
 
-# Number of elements of each tensor that count.
-COMPARED_ELEMENTS = 2**16
 _COMPARED_BY_REPR = (str, bytes, bool, int, float, complex, np.generic, type(None), Tensor)
 
 
-def checksum(tree: Any, describe: Callable[[object], str] = repr) -> int:
+def checksum(tree: Any, describe: Callable[[object], str] = repr, first: int | None = 2**16) -> int:
     """Return a checksum of nested containers, of 32 bits.
 
     Args:
         tree: Tensors, arrays, numbers and text in nested containers, see torch's pytrees. Of each
-            tensor or array, the shape and the first `COMPARED_ELEMENTS` elements count.
+            tensor or array, the shape and the first elements count.
         describe: Returns the text that counts for any other object.
+        first: Number of elements of each tensor or array that count; None for all.
     """
     value = 0
     for leaf in leaves(tree):
-        for part in _parts(leaf, describe):
+        for part in _parts(leaf, describe, first):
             value = zlib.crc32(part, value)
     return value
 
 
-def _parts(leaf: Any, describe: Callable[[object], str]) -> tuple[bytes, ...]:
+def _parts(leaf: Any, describe: Callable[[object], str], first: int | None) -> tuple[Any, ...]:
     # A sparse, nested or meta tensor cannot be flattened.
     flat = isinstance(leaf, Tensor) and not (leaf.is_nested or leaf.is_meta)
     if flat and leaf.layout == torch.strided:
-        start = leaf.detach().flatten()[:COMPARED_ELEMENTS].cpu().resolve_conj().resolve_neg()
+        start = leaf.detach().flatten()[:first].cpu().resolve_conj().resolve_neg()
         start = start.clone(memory_format=torch.contiguous_format)
-        return str(tuple(leaf.shape)).encode(), start.view(torch.uint8).numpy().tobytes()
+        return str(tuple(leaf.shape)).encode(), start.view(torch.uint8).numpy()
     if isinstance(leaf, np.ndarray) and leaf.dtype != object:
-        start_of_array = np.ascontiguousarray(leaf.reshape(-1)[:COMPARED_ELEMENTS])
-        return str(leaf.shape).encode(), start_of_array.tobytes()
+        return str(leaf.shape).encode(), leaf.reshape(-1)[:first].tobytes()
     text = repr(leaf) if isinstance(leaf, _COMPARED_BY_REPR) else describe(leaf)
     return (text.encode(errors="backslashreplace"),)
 

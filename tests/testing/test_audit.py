@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -879,6 +880,26 @@ def test_padded_inputs_are_compared_in_full(elements: int) -> None:
             F.cross_entropy(model(inputs), torch.zeros(len(inputs)).long()).backward()
             optimizer.step()
     assert audit.report.exit_code == 0, str(audit.report)
+
+
+class ReadsArrays(nn.Linear):
+    def forward(self, array: np.ndarray) -> Tensor:
+        return super().forward(torch.from_numpy(array).to(self.weight.dtype))
+
+
+@ranks(2)
+def test_weights_and_arrays_are_compared_in_full() -> None:
+    """Those of ranks differ only at the end."""
+    model = ReadsArrays(2**17, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.weight[1, -1], dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        array = np.ones((2, 2**17), dtype=np.float32)
+        array[1, -1] += dist.get_rank()
+        F.cross_entropy(model(array), torch.zeros(2).long()).backward()
+        optimizer.step()
+    assert kinds(audit.report) == ["own_rank", "different_weights"]
 
 
 @ranks(2)
