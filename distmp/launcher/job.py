@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ class ExplainedValue(Generic[T_co]):
 _NUMBERS = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
 _NAME = rf"(?:[^\[\],\s]|{_NUMBERS})+"
 _LIST = re.compile(rf"{_NAME}(?:,{_NAME})*")
+# Slurm has no larger clusters; the names of a wrong range could fill the memory.
+_LIMIT = 2**16
 
 
 def expand(text: str, *, setting: str) -> list[str]:
@@ -40,21 +43,22 @@ def expand(text: str, *, setting: str) -> list[str]:
         ConfigError: If the text is not such a list.
     """
     names: list[str] = []
-    for name in re.findall(_NAME, text) if _LIST.fullmatch(text) else [""]:
+    problem = f"is not a list of fewer than {_LIMIT:,} machines such as n[01-03,7],login"
+    # Of another text, an empty range.
+    for name in re.findall(_NAME, text) if _LIST.fullmatch(text) else ["[1-0]"]:
         pieces = re.split(r"\[(.*?)\]", name)  # the odd ones were in brackets
         choices = [_numbers(piece) if n % 2 else [piece] for n, piece in enumerate(pieces)]
-        if not name or not all(choices):
-            raise ConfigError(setting, text, "is not a list of machines such as n[01-03,7],login")
+        require(0 < math.prod(map(len, choices)) < _LIMIT - len(names), setting, text, problem)
         names += map("".join, itertools.product(*choices))
     return names
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Return the numbers of ranges; none if a range ends before it begins."""
+    """Return the numbers of ranges, `_LIMIT` of each; none if a range ends before it begins."""
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found = [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+        found = [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)[:_LIMIT]]
         if not found:
             return []
         numbers += found
@@ -193,19 +197,15 @@ def _refuse_several_launchers(source: LauncherVariables, variables: Variables) -
     nested = source == TORCHRUN and "TORCHELASTIC_RUN_ID" in variables
     others = {source.local_size: "1", source.local_rank: "0"}
     name = next((name for name, one in others.items() if variables.get(name, one) != one), None)
-    if nested:
-        problem = "torchrun or another `distmp launch` has started this one"
-    elif name is not None:
-        problem = "several processes were started on this machine"
-    else:
-        return
-    raise ConfigError(
-        name or source.size,
-        variables[name or source.size],
-        f"{problem}, and each would start a rank for every device; start one `distmp launch` per "
-        "machine, or `python -m distmp.train` as one of the ranks; `distmp launch --environment "
-        "local` trains on this machine only",
+    started = "torchrun or another `distmp launch` has started this one"
+    problem = (
+        f"{started if nested else 'several processes were started on this machine'}, and each "
+        "would start a rank for every device; start one `distmp launch` per machine, or `python -m "
+        "distmp.train` as one of the ranks; `distmp launch --environment local` trains on this "
+        "machine only"
     )
+    setting = name or source.size
+    require(not nested and name is None, setting, variables.get(setting), problem)
 
 
 def _port(variables: Variables, name: str) -> ExplainedValue[int]:

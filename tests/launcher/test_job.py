@@ -236,7 +236,11 @@ def test_several_launchers_per_machine_are_refused(variables: dict[str, str], se
     [
         ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID", "there are 2 machines"),
         ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID", "an integer"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "n[08"}, "SLURM_STEP_NODELIST", "list of machines"),
+        (
+            {**SRUN, "SLURM_STEP_NODELIST": "n[08"},
+            "SLURM_STEP_NODELIST",
+            "list of fewer than 65,536 machines",
+        ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE", "one task"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST", "not set"),
         ({**POD, "HOSTNAME": "my-pod"}, "JOB_COMPLETION_INDEX", "does not end in -1"),
@@ -300,6 +304,7 @@ def test_node_list_agrees_with_scontrol(text: str, tmp_path: Path) -> None:
         ("rack[1-2]n[01-02]", "rack1n01 rack1n02 rack2n01 rack2n02"),
         ("gpu[3]-ib", "gpu3-ib"),
         ("b,a,b", "b a b"),
+        ("n[1-60000]", " ".join(f"n{n}" for n in range(1, 60001))),
     ],
 )
 def test_node_list_expands_names_and_ranges(text: str, names: str) -> None:
@@ -310,7 +315,7 @@ def test_node_list_expands_names_and_ranges(text: str, names: str) -> None:
     "text",
     [
         *("", ",", "a,", ",a", "a,,b", "a b", "n[", "n]", "n[]", "n[1-]", "n[3-1]", "n[a-b]"),
-        *("n[1,]", "n[[1]]"),
+        *("n[1,]", "n[[1]]", "n[1-999999999]", "n[1-9999]m[1-9999]", "n[1-40000],m[1-40000]"),
     ],
 )
 def test_invalid_node_lists_are_refused(text: str) -> None:
