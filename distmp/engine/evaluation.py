@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.data.dataloader import DataLoader
 from distmp.data.evaluation import ForwardOnly
 from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
@@ -127,8 +126,6 @@ def evaluate(
     metrics: Mapping[str, MetricFunction],
 ) -> Evaluation:
     """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`."""
-    problem = "yields lists of microbatches, for engine.step; pass loader.once()"
-    require(not isinstance(microbatches, DataLoader), "microbatches", "DataLoader", problem)
     compared = microbatches
     if setup.is_sharded and not isinstance(microbatches, until_stop_requested):
         compared = _same_number(microbatches, setup)
@@ -171,17 +168,15 @@ def recorded_outputs(module: nn.Module, *, active: bool) -> Iterator[list[Any]]:
         active: False records nothing and changes nothing.
     """
     outputs: list[Any] = []
-    if not active:
-        yield outputs
-        return
 
     def record(_module: nn.Module, _arguments: Any, output: Any) -> None:
         outputs.append(output)
 
     with ExitStack() as restored:
-        restored.callback(module.register_forward_hook(record).remove)
-        for part in return_logits(module):
-            restored.callback(setattr, part, "takes_targets", True)
+        if active:
+            restored.callback(module.register_forward_hook(record).remove)
+            for part in return_logits(module):
+                restored.callback(setattr, part, "takes_targets", True)
         yield outputs
 
 

@@ -55,8 +55,8 @@ RESHARDED = (
 # What torch says about linear layers, and about convolutions.
 _DTYPES_DIFFER = re.compile(r"have the same dtype|type \(.*\) should be the same")
 MIXED_DTYPES = (
-    "parameters have 16 bits, so create tensors in forward in the dtype of an input "
-    "(dtype=x.dtype), keep their module in FP32 (keep_fp32=...), or use an autocast policy"
+    "parameters have 16 bits, so create tensors in forward in an input's dtype (dtype=x.dtype), "
+    "keep their module in FP32 (keep_fp32=...) and call it, or use an autocast policy"
 )
 
 
@@ -70,7 +70,6 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     Raises:
         ConfigError: With the value received.
     """
-    refuse_one_batch(microbatches, LIST_ADVICE)
     shown = _describe(microbatches)
     valid = count is None or (type(count) is int and count >= 1)
     require(valid, "count", count, "use an integer of 1 or more, the number of microbatches")
@@ -78,6 +77,7 @@ def listed_microbatches(microbatches: Any, count: int | None) -> list[Any]:
     whole = isinstance(microbatches, TorchDataLoader | _BaseDataLoaderIter | Dataset | DataLoader)
     problem = f"gives all batches of an epoch, not the microbatches of one step; {LOADER_ADVICE}"
     require(not whole, "microbatches", shown, problem)
+    refuse_one_batch(microbatches, LIST_ADVICE)
     is_usable = isinstance(microbatches, Iterable) and not isinstance(microbatches, str | Set)
     problem = (
         "has no length; pass a list, or the number of microbatches: "
@@ -111,11 +111,13 @@ def _versions(batch: Any) -> list[int]:
 
 
 def refuse_one_batch(microbatches: Any, advice: str = ITERABLE_ADVICE) -> None:
-    """Refuse a single batch in place of microbatches.
+    """Refuse a single batch, or a loader of steps, in place of microbatches.
 
     Raises:
         ConfigError: With the value received.
     """
+    problem = "yields lists of microbatches, for engine.step; pass loader.once()"
+    require(not isinstance(microbatches, DataLoader), "microbatches", "DataLoader", problem)
     if isinstance(microbatches, Tensor | np.ndarray | Mapping) or hasattr(microbatches, "_fields"):
         raise ConfigError("microbatches", _describe(microbatches), f"is one batch; {advice}")
     if not isinstance(microbatches, list | tuple):

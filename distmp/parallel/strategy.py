@@ -40,8 +40,8 @@ UNFROZEN = (
 )
 
 USED_DIRECTLY = (
-    "the loss uses a parameter outside of the module for which FSDP gathers it (as in a penalty on "
-    "weights, or a call of a submodule); use weight_decay of the optimizer, or the strategy 'ddp'"
+    "the loss uses a parameter outside of the module for which FSDP gathers it (a penalty, a call "
+    "of a submodule, a weight kept in FP32); use weight_decay, call the module, or use 'ddp'"
 )
 
 

@@ -1104,7 +1104,9 @@ def test_fp32_tensor_of_forward_is_explained_under_16_bit_policy(layer: nn.Modul
         return model(batch[0]), 1
 
     make(loss, CreatesTensor(layer), policy="bf16-autocast").step([pair()])
-    message = r"precision\.policy = 'bf16': .*; parameters have 16 bits, so .*dtype=x\.dtype"
+    message = (
+        r"precision\.policy = 'bf16': .*; parameters have 16 bits, so .*dtype=x\.dtype.* call it"
+    )
     with pytest.raises(ConfigError, match=message):
         make(loss, CreatesTensor(copy.deepcopy(layer)), policy="bf16").step([pair()])
 
