@@ -86,7 +86,6 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling.step_decision import GradientPart
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
-from distmp.utils.units import counted
 
 # Number of first forward passes that check for replaced parameters, which costs host time.
 _WATCHED_FORWARDS = 16
@@ -187,8 +186,7 @@ class FullySharded(strategy.Strategy):
         )
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
-            replicas, ranks = counted(self._replicas, "replica"), counted(shards, "rank")
-            self.reason = f"{replicas} of {ranks}; {self.reason}"
+            self.reason = f"replicas x ranks: {self._replicas} x {shards}; {self.reason}"
         # Number of remaining steps that check for writes to gathered parameters.
         self._watched_steps = 0
         # Whether FSDP may hold gradients or parameters of an unfinished step.

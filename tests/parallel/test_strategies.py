@@ -438,5 +438,5 @@ def test_the_host_reads_nothing_in_a_steady_step() -> None:
 
 @ranks(2)
 def test_reason_counts_replicas_and_ranks() -> None:
-    for size, start in ((1, "2 replicas of 1 rank; gradients"), (2, "1 replica of 2 ranks; ")):
+    for size, start in ((1, "replicas x ranks: 2 x 1; "), (2, "replicas x ranks: 1 x 2; ")):
         assert make_engine(**sharded("hsdp", shard_size=size)).strategy_reason.startswith(start)
