@@ -131,7 +131,11 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Mark a checkpoint as abandoned; return its new path."""
+    """Mark a checkpoint as abandoned, and return its new path.
+
+    Replaces one that an earlier branch of the run has set aside at the same step, even a permanent
+    one: of each step, one checkpoint is kept besides the current one.
+    """
     return path.rename(_vacate(path.with_suffix(".abandoned")))
 
 
