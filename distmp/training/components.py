@@ -77,16 +77,14 @@ class Progress:
     rolled_back_to: int | None = None
 
 
-def build_model_and_data(
-    config: RunConfig, world: World, data_seed: int | None = None
-) -> ModelAndData:
+def build_model_and_data(config: RunConfig, world: World, seed: int | None = None) -> ModelAndData:
     """Build data, model and loss without communication.
 
     Args:
         config: The run.
         world: All ranks.
-        data_seed: Seed of the random numbers that a function of the user draws to build datasets,
-            such as for a split; None for that of the run.
+        seed: Seed of the random numbers that a function of the user draws to build datasets, such
+            as for a split; None for that of the run.
 
     Raises:
         ConfigError: If the settings of data, model or batch are invalid, or the data does not fit
@@ -98,7 +96,7 @@ def build_model_and_data(
     if config.reproducible:
         check_power_of_two(microbatches)
     # Functions of users may draw from any generator; a resumed run needs the same data.
-    seed_all(config.seed if data_seed is None else data_seed)
+    seed_all(config.seed if seed is None else seed)
     datasets = build_datasets(config.data)
     _check_datasets(config, datasets)
     seed_all(config.seed)

@@ -175,8 +175,7 @@ class Comparison:
         fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
         best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
         others = [name for name in measured if name not in accurate]
-        verb = "has" if len(others) == 1 else "have"
-        note = f"; {', '.join(others)} {verb} a different loss" if others else ""
+        note = f"; the loss is another one under {', '.join(others)}" if others else ""
         within = f"{self.tolerance:.1%}{' and the noise between seeds' if self.seeds else ''}"
         return best, f"least memory of the fastest policies whose loss is within {within}{note}"
 
@@ -258,23 +257,26 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
 def _over_seeds(
     config: CalibrationConfig, world: World, results: Mapping[str, PolicyResult | str]
 ) -> SeedComparison:
-    """Train each policy that ran with further seeds: other initial weights and data orders."""
+    """Train each policy that ran with further seeds: other data orders and initial weights.
+
+    A checkpoint that the run resumes from has the weights of all seeds.
+    """
     values: dict[str, dict[str, list[float]]] = {}
     for name, first in results.items():
         if isinstance(first, str):
             continue
-        values[name] = {what: [value] for what, value in first.held_out.items()}
+        found = [first.held_out]
         for seed in range(config.seed + 1, config.seed + config.seeds):
             other, steps = replace(config, seed=seed), config.calibrate_steps
-            again = measure(other, world, name, steps=steps, data_seed=config.seed)
+            again = measure(other, world, name, steps=steps, seed=config.seed)
             assert isinstance(again, PolicyResult)  # it was not refused with the first seed
-            for what, value in again.held_out.items():
-                values[name][what].append(value)
+            found.append(again.held_out)
+        values[name] = {what: [each[what] for each in found] for what in first.held_out}
     return SeedComparison(values)
 
 
 def measure(
-    config: CalibrationConfig, world: World, name: str, *, steps: int, data_seed: int | None = None
+    config: CalibrationConfig, world: World, name: str, *, steps: int, seed: int | None = None
 ) -> PolicyResult | str:
     """Train under one policy; every rank must call it.
 
@@ -283,13 +285,12 @@ def measure(
         world: All ranks.
         name: The policy.
         steps: Number of steps.
-        data_seed: Seed with which the datasets are built, see `build_model_and_data`.
+        seed: Seed with which the datasets are built, see `build_model_and_data`.
 
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    build = components.build_model_and_data
-    parts = world.ranks.all_or_none(lambda: build(config, world, data_seed))
+    parts = world.ranks.all_or_none(lambda: components.build_model_and_data(config, world, seed))
     checkpoint = loss_scale.resumed(config)
     start = begin_peak(world.device)
     try:

@@ -73,7 +73,7 @@ def test_table_lists_each_policy_and_advice() -> None:
     assert fp16.split() == ["fp16", "5.0", "1.0", "MiB", "2.2000", "10.00%", "2", "native"]
     assert tf32.split() == ["tf32", "refused:", "why", "not"]
     assert advice.startswith("use fp32: ")
-    assert "fp16 has a different loss" in advice
+    assert "the loss is another one under fp16" in advice
 
 
 def test_diverged_reference_is_named() -> None:
