@@ -307,9 +307,9 @@ class Audit:
             if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = [part.batch for s in self._steps for each in s.forwards for part in each.parts]
-        full = functools.partial(checksum, first=None)
-        sums = {n: full([step.state[n] for step in self._steps]) for n in trained}
-        of_ranks = ranks.gather((full(inputs), sums))
+        checked = functools.partial(checksum, first=None)
+        sums = {n: checked([step.state[n] for step in self._steps]) for n in trained}
+        of_ranks = ranks.gather((checked(inputs), sums))
         for same in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
