@@ -237,8 +237,10 @@ class BufferValues:
         # All buffers: torch writes running statistics without incrementing a tensor's version.
         for batch in self._batches.current():
             now, before = _flat(batch), _flatten_dense_tensors(self._before(batch))
-            values = torch.where(condition.to(now.device, torch.bool), before, now)
-            _write(batch, _parts(batch, values))
+            # Bytes, because torch 2.10 does not select among values of every dtype.
+            both = before.view(torch.uint8), now.view(torch.uint8)
+            values = torch.where(condition.to(now.device, torch.bool), *both)
+            _write(batch, _parts(batch, values.view(now.dtype)))
 
     def _before(self, batch: dict[str, Tensor]) -> list[Tensor]:
         """Return the former values of buffers, and the values of those with a new shape or name."""
