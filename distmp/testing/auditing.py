@@ -32,10 +32,12 @@ from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
-from distmp.utils.tensor_trees import checksum, version_counters
+from distmp.utils.tensor_trees import checksum
 
 # Classes that penalties, other models or clipping can look like.
 _VAGUE = ("unexplained", "clipped", "constant", "shard_clipped", "weighted", "miscounted")
+# Classes that sums of mean losses can look like.
+_MEANS = ("microbatch_means", "microbatches_never", "pass_means", "reduced_again")
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Audit:
         # Of each update: whether it was skipped, and the learning rates at it.
         self._rates: list[tuple[bool, list[float]]] = []
         self._found: list[GradientMismatch] = []
+        self._scales: set[str] = set()  # of losses at updates
 
     def record(self) -> Iterator[AbstractContextManager[Any]]:
         """Yield what records steps, which the caller enters; nothing without gradients to see."""
@@ -176,10 +179,10 @@ class Audit:
             with _disable_current_modes():  # its collectives are not the script's
                 self._current.state = gradients.full_state(self._model)
             self._current.former = _copied(self._gradients())
-            self._versions = version_counters(self._model.parameters())
-        # Weights change within a step of SAM.
-        now = version_counters(self._model.parameters())
-        self._current.has_other_terms |= now != self._versions
+            self._versions = {p: p._version for p in self._model.parameters()}
+        # Weights change within a step of SAM. FSDP2 may have other tensors in later forwards.
+        kept = self._versions.keys() & {*self._model.parameters()}
+        self._current.has_other_terms |= any(self._versions[p] != p._version for p in kept)
         return self._current
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -206,6 +209,9 @@ class Audit:
     def _update(self, found: gradients.ByName, scale: Any = None, *, skipped: bool) -> None:
         self._rates.append((skipped, self._learning_rates()))
         step, self._current = self._current, Step(self._collectives)
+        scalers = (each for each in _alive(torch.amp.GradScaler) if hasattr(each, "_scale"))
+        scales = float(scale or 1.0), *(each.get_scale() for each in scalers)
+        self._scales |= {f"2 ** {math.log2(each):g}" for each in scales if each > 0}
         if not skipped:
             step.gradients = _copied(found, scale or 1.0)
             self._steps.append(step)
@@ -259,16 +265,24 @@ class Audit:
         if self._loss_sum is None:
             on_purpose = "unless the loss has this weight on purpose: pass loss_sum="
             doubts["constant"] = on_purpose
-            if not _is_of_scaler(found.text, self._optimizer):
+            number, *_ = found.text.replace("-", "").split(";")
+            if not number.endswith(tuple(self._scales)):
                 doubts["loss_scale"] = on_purpose
             usual = itertools.chain(*map(_usual_weights, steps))
             if any(found.text.startswith(f"{weight:.3g} times ") for weight in usual):
                 doubts[found.kind] = on_purpose
             if any(len(each.losses) > 1 for step in steps for each in step.forwards):
-                doubts["miscounted"] = doubts["weighted"] = on_purpose
+                doubts["miscounted"] = on_purpose
+            # Weights of losses relative to each other vary, see `_compare`.
+            if any(each.parameters == ("losses",) for each in self._found):
+                doubts["weighted"] = on_purpose
             # Class weights count otherwise than 0 or 1.
             if any(loss.counted.ne(loss.counted.bool()).any() for s in steps for loss in s.losses):
                 doubts["miscounted"] = "unless class weights should not count: pass loss_sum="
+            pairs = itertools.chain(*(itertools.combinations(s.forwards, 2) for s in steps))
+            if any(one.backwards & other.backwards for one, other in pairs):
+                terms = "unless forwards of one backward are terms of a loss: pass loss_sum="
+                doubts |= dict.fromkeys((*_MEANS, "weighted", "miscounted"), terms)
             if any(step.has_other_terms for step in steps):
                 others = "penalties, gradients of inputs or other models may be a part of the step"
                 doubts |= dict.fromkeys((*_VAGUE, "last_microbatch"), others)
@@ -325,7 +339,8 @@ def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:
 def _usual_weights(step: Step) -> Iterator[float]:
     """Yield what people multiply losses by on purpose."""
     for forward in step.forwards:
-        yield from (len(forward.parts), 1 / len(forward.parts))
+        terms = sum(bool(each.backwards & forward.backwards) for each in step.forwards) or 1
+        yield from (terms, 1 / terms)
         for loss in forward.losses:
             # Half of a square, or of the sum of two.
             if loss.function in ("mse_loss", "mean") or len(forward.losses) > 1:
@@ -338,14 +353,6 @@ def _usual_weights(step: Step) -> Iterator[float]:
 def _alive(kind: type[Any]) -> list[Any]:
     """Return all objects of a class in this process."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def _is_of_scaler(text: str, optimizer: Any) -> bool:
-    """Return whether a power of 2 is the loss scale of a scaler, or of the one of DeepSpeed."""
-    scales = {each.get_scale() or 1.0 for each in _alive(torch.amp.GradScaler)}
-    scales.add(getattr(optimizer, "loss_scale", 1.0))
-    number, *_ = text.replace("-", "").split(";")
-    return number.endswith(tuple(f"2 ** {math.log2(scale):g}" for scale in scales))
 
 
 def _in_no_optimizer(model: nn.Module, optimizer: Any) -> Iterator[GradientMismatch]:

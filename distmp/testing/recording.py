@@ -32,10 +32,12 @@ class _Watched:
 
     Attributes:
         gradients: Of each tensor that got one, by its number.
+        probed: Those that `torch.autograd.grad` has computed for a penalty, or for a look at them.
         backwards: Numbers of the backwards that they came from.
     """
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    probed: dict[int, Tensor] = field(default_factory=dict)
     backwards: set[int] = field(default_factory=set)
 
 
@@ -45,11 +47,13 @@ class Loss(_Watched):
 
     Attributes:
         function: Name of the function.
+        forwards: Number of the forwards before it.
         counted: How much each of its elements counts in their mean.
         is_sum: Whether its elements are summed, here or, with the reduction `none`, by the user.
     """
 
     function: str
+    forwards: int
     counted: Tensor
     is_sum: bool
 
@@ -81,8 +85,8 @@ class Forward(_Watched):
         autocast: Dtype of autocast; None without autocast.
         losses: The losses that were computed from it.
         is_watched: Whether there are outputs that can get gradients.
-        parts: Itself, and later forwards whose outputs entered the same backward, as those of a
-            pair; empty for the latter.
+        parts: Itself, and former forwards without an own loss, as the first of a pair; empty for
+            the latter.
     """
 
     args: Sequence[Any]
@@ -102,7 +106,9 @@ class Forward(_Watched):
     def weight_and_scales(self) -> tuple[float, float, float]:
         """Return weight and scale of the first loss, and the scale of others relative to it."""
         problem = f"no loss function of torch was seen after one of them alone; {PASS}"
-        require(bool(self.losses), "forwards", 1, problem)
+        # Several losses of several forwards may be terms, or microbatches.
+        is_known = len(self.losses) == 1 or (len(self.parts) == 1 <= len(self.losses))
+        require(is_known, "forwards", len(self.parts), problem)
         (weight, scale), *left = (each.weight_and_scale() for each in self.losses)
         if all(each.is_sum for each in self.losses):  # parts of one sum
             weight += sum(count for count, each in left if each == scale)
@@ -147,20 +153,25 @@ class Step:
         """Assign losses to forwards, and forget forwards without backward; return their number.
 
         Args:
-            joins: Whether forwards of one backward are one microbatch.
+            joins: Whether a forward without an own loss and a later one are one microbatch.
         """
+        is_usual = any(each.gradients for each in self.forwards)  # or the script assigns them
+        for watched in (*self.forwards, *self.losses):
+            self.has_other_terms |= is_usual and bool(watched.probed)
+            watched.gradients = watched.gradients if is_usual else watched.probed
         used = [each for each in self.forwards if each.gradients or not each.is_watched]
         unused = len(self.forwards) - len(used)
-        for each in used:
-            same = (f for f in used if joins and f.parts and f.backwards & each.backwards)
-            first = next(same, each)
-            first.parts.append(each)
-            first.backwards |= each.backwards
-        self.forwards = [each for each in used if each.parts]
-        for each in self.forwards:
-            losses = [loss for loss in self.losses if loss.backwards & each.backwards]
+        for loss in (each for each in self.losses if each.gradients):
+            before = self.forwards[: loss.forwards]
+            for last in [each for each in before if each.backwards & loss.backwards][-1:]:
+                last.losses.append(loss)
+        for number, each in reversed([*enumerate(used, 1)]):
             # A mean may be that of other losses.
-            each.losses = [loss for loss in losses if loss.function != "mean"] or losses
+            each.losses = [loss for loss in each.losses if loss.function != "mean"] or each.losses
+            later = (f for f in used[number:] if f.parts and f.backwards & each.backwards)
+            owner = next(later, each) if joins and not each.losses else each
+            owner.parts.insert(0, each)
+        self.forwards = [each for each in used if each.parts]
         return unused
 
 
@@ -211,9 +222,8 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
 _CLAMPS = re.compile(r"(_foreach_)?(clamp|clip)(_min|_max)?_")
 
 
-def _is_probe(_: Any, inputs: Any, *, retain_graph: Any, create_graph: bool, **others: Any) -> bool:
-    """Return whether `torch.autograd.grad` is called for other gradients than those of the step."""
-    return retain_graph or create_graph or not isinstance(inputs[0], nn.Parameter)
+def _local(tensor: Any) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class _Recorder(TorchFunctionMode):
@@ -221,24 +231,31 @@ class _Recorder(TorchFunctionMode):
 
     Args:
         current: Returns the step, before each forward.
-        device: Type of the model's device.
+        model: The model, whose gradients may be clipped.
     """
 
-    def __init__(self, current: Callable[[], Step], device: str) -> None:
+    def __init__(self, current: Callable[[], Step], model: nn.Module) -> None:
         super().__init__()
-        self._current, self._device = current, device
+        self._current, self._model = current, model
+        self._device = next(model.parameters()).device.type
         self._step = Step(Counter())
         self._running: Forward | None = None
         self._is_probing = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step, running = self._step, self._running
-        self._is_probing = func is torch.autograd.grad and _is_probe(*args, **kwargs)
-        step.has_other_terms |= self._is_probing
+        is_grad, is_read = func is torch.autograd.grad, func == Tensor.grad.__get__  # type: ignore[union-attr]
+        asked = args[1] if is_grad else args if is_read else ()
+        of_others = any(not isinstance(each, nn.Parameter) for each in asked[:1])
+        step.has_other_terms |= of_others
+        keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
+        self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
         self._is_probing = False
         if not step.gradients and _CLAMPS.fullmatch(getattr(func, "__name__", "")):
-            step.is_clipped_apart |= running is None  # gradients, or what does not matter
+            held = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+            pairs = itertools.product(map(_local, tensors_in(args[:1])), held)
+            step.is_clipped_apart |= any(itertools.starmap(torch._C._is_alias_of, pairs))  # type: ignore[attr-defined]
         # Updates in place return parameters, too, without gradients enabled.
         tracked = [each for each in tensors_in(result) if each.requires_grad]
         if not (torch.is_grad_enabled() and tracked):
@@ -248,8 +265,9 @@ class _Recorder(TorchFunctionMode):
             step.has_other_terms |= running is None
             step.compute = step.compute or (used[0].dtype if running else None)
         if arguments := loss_arguments(func, args, kwargs, means=running is None):
+            is_sum = arguments["reduction"] in ("none", "sum")
             counted = counted_losses(func, arguments)
-            loss = Loss(func.__name__, counted, arguments["reduction"] in ("none", "sum"))
+            loss = Loss(func.__name__, len(step.forwards), counted, is_sum)
             result.register_hook(functools.partial(self._receive, loss))
             step.losses.append(loss)
         return result
@@ -258,8 +276,8 @@ class _Recorder(TorchFunctionMode):
         """Record a forward."""
         if torch.is_grad_enabled():
             step = self._step = self._current()
-            # Perhaps a step of another model, or of the inputs.
-            step.has_other_terms |= any(each.requires_grad for each in tensors_in([args, kwargs]))
+            # Perhaps a step of another model.
+            step.has_other_terms |= not all(each.is_leaf for each in tensors_in([args, kwargs]))
             if self._running in step.forwards:  # Lightning's training step, which calls it
                 step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)
@@ -272,8 +290,9 @@ class _Recorder(TorchFunctionMode):
 
     def _receive(self, watched: _Watched, gradient: Tensor | None, index: int = 0) -> None:
         """Add to the gradient of a tensor."""
-        if gradient is not None and not self._is_probing:
-            watched.gradients[index] = gradient.cpu() + watched.gradients.get(index, 0)
+        if gradient is not None:
+            found = watched.probed if self._is_probing else watched.gradients
+            found[index] = gradient.cpu() + found.get(index, 0)
             watched.backwards.add(torch._C._current_graph_task_id())
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -362,7 +381,7 @@ def recorded_steps(
         collectives: Number of calls by name, dtype and bytes, which grow.
     """
     model = unwrapped(model)
-    recorder = _Recorder(current, next(model.parameters()).device.type)
+    recorder = _Recorder(current, model)
     eager = torch.compiler.disable  # Dynamo cannot trace them
     before = model.register_forward_pre_hook(eager(recorder.before), with_kwargs=True, prepend=True)
     after = model.register_forward_hook(eager(recorder.after))

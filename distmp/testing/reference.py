@@ -112,6 +112,7 @@ class Reference:
         """Return weight and other losses, and FP32 gradients of loss sums of own microbatches."""
         problem = "it was not called; pass the part of the model that is, such as model.net"
         require(bool(step.state), "forward of the audited model", None, problem)
+        require(bool(step.forwards), "microbatches", 0, "no forward has a backward")
         tensors, cast = self._tensors(step)
         trained = {parameter_name(n): t for n, t in tensors.items() if t.requires_grad}
         problem = "cannot be compared; train it as two real ones, with torch.view_as_complex"

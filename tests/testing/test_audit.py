@@ -287,6 +287,16 @@ def probed(model: nn.Module) -> Tensor:
     return loss
 
 
+def probed_for_all(model: nn.Module) -> Tensor:
+    loss = cross_entropy(model, 4)
+    torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    return loss
+
+
+def triplet(model: nn.Module) -> Tensor:
+    return F.triplet_margin_loss(*(model(torch.randn(4, 8)) for _ in range(3)))
+
+
 def penalized(model: nn.Module) -> Tensor:
     inputs = torch.randn(4, 8, requires_grad=True)
     outputs = model(inputs)
@@ -335,11 +345,16 @@ def summed_over(features: int) -> Callable[[nn.Module], Tensor]:
 @pytest.mark.parametrize(
     ("loss", "code"),
     [
-        (real_and_fake, 0),
-        (functools.partial(real_and_fake, fakes=8), 0),
-        (real_and_fake_together, 0),
-        (lambda model: real_and_fake(model) / 2, 2),
+        (real_and_fake, 2),
+        (functools.partial(real_and_fake, fakes=8), 2),
+        (real_and_fake_together, 2),
+        (lambda model: real_and_fake(model) / 2, 0),
+        (lambda model: real_and_fake(model) / 4, 2),
+        (lambda model: real_and_fake(model, fakes=8) / 2, 2),
+        (lambda model: triplet(model), 0),
+        (lambda model: triplet(model) / 3, 2),
         (probed, 0),
+        (probed_for_all, 0),
         (penalized, 2),
         (penalized_alone, 2),
         (perturbed, 2),
@@ -364,19 +379,179 @@ def test_terms_of_a_loss_are_no_microbatches(
     assert (kinds(audit.report), audit.report.exit_code) == ([], code), str(audit.report)
 
 
-def test_gradients_that_a_script_assigns() -> None:
+@pytest.mark.parametrize("options", [{}, {"retain_graph": True}, {"create_graph": True}])
+def test_gradients_that_a_script_assigns(options: dict[str, bool]) -> None:
     def assigned(model: nn.Module) -> None:
         parameters = [*model.parameters()]
-        found = torch.autograd.grad(cross_entropy(model, 4), parameters)
+        found = torch.autograd.grad(cross_entropy(model, 4), parameters, **options)
         for parameter, gradient in zip(parameters, found, strict=True):
-            parameter.grad = 3 * gradient
+            parameter.grad = 3 * gradient.detach()
 
+    assert "multiplied by a constant: 3" in str(report_of(assigned))
+
+
+def test_forwards_without_any_backward_are_named() -> None:
+    report = report_of(lambda model: cross_entropy(model, 4))
+    assert "microbatches = 0: no forward has a backward" in report.undecided[0]
+
+
+def report_of(
+    train_step: Callable[[nn.Module], object],
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SGD,
+) -> AuditReport:
+    """Audit two steps of a small model, without weights that change."""
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     with distmp.audit(model, optimizer) as audit:
-        assigned(model)
-        optimizer.step()
-    assert "multiplied by a constant: 3" in str(audit.report)
+        for _ in range(2):
+            optimizer.zero_grad()
+            train_step(model)
+            optimizer.step()
+    return audit.report
+
+
+def joined(model: nn.Module, sizes: tuple[int, ...], divisor: float = 1.0) -> None:
+    (sum(cross_entropy(model, samples) for samples in sizes) / divisor).backward()
+
+
+def joined_later(model: nn.Module, sizes: tuple[int, ...]) -> None:
+    outputs = [model(torch.randn(samples, 8)) for samples in sizes]
+    losses = [F.cross_entropy(each, torch.arange(len(each)) % 4) for each in outputs]
+    (sum(losses) / len(losses)).backward()
+
+
+def joined_sums(model: nn.Module) -> None:
+    sum(cross_entropy(model, samples) * samples / 11 for samples in (2, 6, 3)).backward()
+
+
+@pytest.mark.parametrize(
+    ("train_step", "code"),
+    [
+        (functools.partial(joined, sizes=(2, 6, 3)), 2),
+        (functools.partial(joined, sizes=(2, 6, 3), divisor=3), 2),
+        (functools.partial(joined, sizes=(4, 4, 4, 4)), 2),
+        (functools.partial(joined, sizes=(4, 4, 4, 4), divisor=4), 0),
+        (functools.partial(joined_later, sizes=(2, 6, 3)), 2),
+        (joined_sums, 0),
+    ],
+)
+def test_microbatches_of_one_backward(train_step: Callable[..., object], code: int) -> None:
+    report = report_of(train_step)
+    assert (kinds(report), report.exit_code) == ([], code), str(report)
+
+
+@ranks(2)
+def test_microbatches_of_one_backward_on_two_ranks() -> None:
+    """A sum of two means looks like two ranks."""
+    model = DistributedDataParallel(small())
+    for divisor, code in ((1.0, 2), (2.0, 0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        torch.manual_seed(dist.get_rank())
+        with distmp.audit(model, optimizer) as audit:
+            joined(model, (4, 4), divisor)
+            optimizer.step()
+        assert (kinds(audit.report), audit.report.exit_code) == ([], code), str(audit.report)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_scale_of_a_scaler_that_is_gone_is_found(clips: bool) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train_step() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        scaler.scale(cross_entropy(model, 4)).backward()
+        if clips:
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        scaler.update(2.0**11)
+
+    with distmp.audit(model, optimizer) as audit:
+        train_step()
+    assert kinds(audit.report) == ["loss_scale"], str(audit.report)
+
+
+class Uninitialized(torch.amp.GradScaler):
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("scale", [0, None])
+def test_scales_that_are_no_numbers_do_not_end_the_script(scale: Any) -> None:
+    class WithScale(torch.optim.SGD):
+        loss_scale = scale
+
+    uninitialized = Uninitialized()
+    report = report_of(lambda model: (3 * cross_entropy(model, 4)).backward(), WithScale)
+    assert uninitialized is not None
+    assert "multiplied by a constant: 3" in str(report)
+
+
+def weighted_microbatches(
+    model: nn.Module,
+    change: Callable[[Tensor], object] = lambda inputs: None,
+    other: Callable[[Tensor], Any] = lambda outputs: 0.0,
+) -> None:
+    for samples in (2, 6, 3):
+        inputs = torch.randn(samples, 8)
+        change(inputs)
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, torch.arange(samples) % 4) + other(outputs)
+        (loss * samples**2 / 49).backward()
+
+
+def last_of(model: nn.Module, change: Callable[[Tensor], object]) -> None:
+    for samples in (2, 6, 3):
+        inputs = torch.randn(samples, 8)
+        change(inputs)
+        model.zero_grad()
+        (F.cross_entropy(model(inputs), torch.arange(samples) % 4) / 3).backward()
+
+
+@pytest.mark.parametrize(
+    ("train_step", "kind"),
+    [
+        (functools.partial(weighted_microbatches, change=lambda x: x.clamp_(-2, 2)), "weighted"),
+        (functools.partial(weighted_microbatches, change=Tensor.requires_grad_), "weighted"),
+        (
+            functools.partial(weighted_microbatches, other=lambda y: 0.1 * y.square().mean()),
+            "weighted",
+        ),
+        (
+            functools.partial(
+                weighted_microbatches, other=lambda y: 0.1 * F.mse_loss(y, torch.zeros_like(y))
+            ),
+            "weighted",
+        ),
+        (functools.partial(last_of, change=Tensor.requires_grad_), "last_microbatch"),
+    ],
+)
+def test_what_does_not_change_gradients_hides_no_error(
+    train_step: Callable[[nn.Module], object], kind: str
+) -> None:
+    report = report_of(train_step)
+    assert kinds(report) == [kind], str(report)
+
+
+@ranks(2)
+def test_fsdp_without_reshard_hides_no_error() -> None:
+    model = small()
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(dist.get_rank())
+    with distmp.audit(model, optimizer) as audit:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.set_reshard_after_backward(False)
+            weighted_microbatches(model)
+            for part in (model[0], model[2], model):
+                part.reshard()
+            optimizer.step()
+    assert kinds(audit.report) == ["weighted"], str(audit.report)
 
 
 def small() -> nn.Sequential:
