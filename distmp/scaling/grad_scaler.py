@@ -25,7 +25,7 @@ from torch.amp.grad_scaler import OptState
 from distmp.distributed import rank_monitor
 from distmp.distributed.comparison import Fingerprint
 from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
-from distmp.errors import ConfigError, TrainingError, listed, require
+from distmp.errors import ConfigError, TrainingError, brief, listed, require
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
     check_norm,
@@ -180,6 +180,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # From now on, other ranks can query the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
+        problem = "use a list of optimizers: optimizers=[optimizer]"
+        require(isinstance(optimizers, Iterable), "optimizers", brief(optimizers), problem)
         self.register(*optimizers)
 
     def register(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -719,15 +721,16 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the state is empty.
+            ConfigError: If it is not the state of a scaler.
             TrainingError: If ranks took the last step with different loss scales.
         """
         if not self._enabled:
             return
         if len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
+            super().load_state_dict(state_dict)  # raises torch's error
+        missing = [name for name in ("scale", "_growth_tracker") if name not in state_dict]
+        problem = f"is not the state of a scaler; {listed(missing)} is missing"
+        require(not missing, "state_dict", listed([*state_dict]), problem)
         # Of the last iteration, only the skips and the end of its scale belong to the former state.
         unread, self._unread = self._unread, None
         _check_scales(unread is not None and unread.read()[3])

@@ -181,6 +181,25 @@ def test_misuse_raises_what_torch_raises(fused: bool) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize(
+    ("optimizers", "shown"), [(None, "None"), (one_parameter(1.0), "'Adam'")], ids=["none", "one"]
+)
+def test_optimizers_other_than_a_list_are_refused(optimizers: Any, shown: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        DistributedGradScaler("cpu", optimizers=optimizers)
+    expected = f"optimizers = {shown}: use a list of optimizers: optimizers=[optimizer]"
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize("name", ["scale", "_growth_tracker"])
+def test_incomplete_state_is_refused(name: str) -> None:
+    scaler = DistributedGradScaler("cpu")
+    state = scaler.state_dict()
+    state.pop(name)
+    with pytest.raises(ConfigError, match=f"is not the state of a scaler; {name} is missing"):
+        scaler.load_state_dict(state)
+
+
 @pytest.mark.parametrize("options", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], ids=str)
 def test_constructor_refuses_what_torch_refuses(options: dict[str, float]) -> None:
     messages = []
