@@ -76,6 +76,7 @@ _ADVICE = {
         "output_dir": "set run_dir",
         "lora": "set model.peft",
         "wandb": "set log.trackers",
+        "ema": "set ema.decay; 0 for no average",
     }.items()
     for name in names.split()
 }
@@ -179,10 +180,10 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "validation.every", self.every, "use 0 or more steps")
-        for name in ("samples", "final_samples"):
-            value = getattr(self, name)
-            valid = value is None or value >= 1
-            require(valid, f"validation.{name}", value, "use 1 or more samples")
+        hint, final = "use 1 or more samples", self.final_samples
+        require(self.samples >= 1, "validation.samples", self.samples, hint)
+        valid = final is None or final >= 1
+        require(valid, "validation.final_samples", final, f"{hint}, or null for all")
 
     def check(self, is_held_out: bool, problem: str) -> None:
         """Refuse settings that have no effect without held-out data."""

@@ -104,7 +104,13 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
         (["--epochs", "3"], "epochs = 3: unknown setting; a run is as long as its number of st"),
         (["--bf16"], "bf16 = True: unknown setting; set precision.policy"),
         (["--precision", "bf16"], "precision = 'bf16': is a section; set precision.policy"),
-        (["--ema", "None"], "ema = 'None': is a section; set ema.decay"),
+        (["--ema", "null"], "ema = None: is a section; set ema.decay; 0 for no average"),
+        (
+            ["--ema.decay", "null"],
+            "ema.decay = None: must be a number; leave it out for its default, 0.0",
+        ),
+        (["--validation.samples", "0"], "validation.samples = 0: use 1 or more samples"),
+        (["--validation.final-samples", "0"], "use 1 or more samples, or null for all"),
         (["--schedule", "cosine"], "is a section; set schedule.name, schedule.warmup_steps"),
     ],
 )
