@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from distmp.config import find_callback
 from distmp.data.streams import length_of
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, brief, nearest, require
 from distmp.training.callbacks import checks
 from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -61,9 +61,9 @@ def check_hooks(callbacks: Iterable[Callback]) -> None:
         ConfigError: Naming the first one, such as a hook of an earlier version.
     """
     for callback in callbacks:
-        if not isinstance(callback, Callback):
-            problem = "is no distmp.training.callbacks.Callback; give an object of a subclass"
-            raise ConfigError("callbacks", repr(callback), problem)
+        name = getattr(callback, "__name__", brief(callback))  # without an address
+        problem = "is no distmp.training.callbacks.Callback; give an object of a subclass"
+        require(isinstance(callback, Callback), "callbacks", name, problem)
         _check_names(callback)
         for name, function in vars(Callback).items():
             hook = getattr(callback, name)

@@ -257,7 +257,7 @@ def test_path_without_callback_is_one_message(path: str, problem: str) -> None:
 
 
 def test_function_that_returns_no_callback_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks = 'None': is no .*Callback; give"):
+    with pytest.raises(ConfigError, match=r"^callbacks = None: is no .*Callback; give"):
         check_hooks(load_callbacks(parse_entries("callbacks", [f"{__name__}:nothing"])))
 
 
