@@ -38,27 +38,33 @@ class FirstStep:
         self._has_gradient = False
         # Whether likely mistakes are still to be found.
         self._warns = setup.config.first_step_checks
-        self._warnings: dict[str, None] = {}
+        # One of each kind, by its beginning: numbers in it differ between microbatches.
+        self._warnings: dict[str, str] = {}
 
     def before(self, batch: Any) -> None:
         """Compare the first microbatches of ranks; all ranks call it."""
-        ranks = self._setup.world.world_size
-        if self._warns and ranks > 1 and self._has_same_batch(batch):
-            self._warnings[
-                f"all {ranks} ranks were given the same first microbatch, so "
+        world = self._setup.world
+        if (
+            self._warns
+            and world.world_size > 1
+            and len({*world.ranks.gather(checksum(batch))}) == 1
+        ):
+            self._warnings["same batch"] = (
+                f"all {world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
                 "a seed that depends on the rank)"
-            ] = None
+            )
 
     def after_forward(self, batch: Any, loss: Tensor, weight: Tensor | float) -> None:
         """Refuse a negative weight, and find mistakes in the result of the loss function."""
         if not self._warns:
             return
         check_weight(float(weight))
-        self._warnings |= dict.fromkeys(_loss_warnings(batch, loss, weight))
+        found = [*_loss_warnings(batch, loss, weight)]
         # Under a sharded strategy the graph has the gathered parameters, which are other tensors.
         if not self._setup.is_sharded:
-            self._warnings |= dict.fromkeys(_outside_of(self._setup.strategy.module, loss))
+            found += _outside_of(self._setup.strategy.module, loss)
+        self._warnings |= {text.partition(",")[0]: text for text in found}
 
     def after_gradients(self, stats: MicrobatchStats) -> None:
         """Look for a gradient.
@@ -83,10 +89,7 @@ class FirstStep:
         """End the step, and return warnings about likely mistakes."""
         self._warns, self.is_done = False, self._has_gradient
         warned, self._warnings = self._warnings, {}
-        return [*warned]
-
-    def _has_same_batch(self, batch: Any) -> bool:
-        return len({*self._setup.world.ranks.gather(checksum(batch))}) == 1
+        return [*warned.values()]
 
 
 # Several, because another optimizer may accumulate gradients.

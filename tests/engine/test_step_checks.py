@@ -233,6 +233,13 @@ def test_a_mean_is_distinguished_from_a_sum(
     assert sum(MEAN in str(warning.message) for warning in recwarn) == warned
 
 
+def test_a_mean_is_warned_of_once_for_microbatches_of_several_weights(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    make(mean_loss).step([pair(samples) for samples in (3, 4, 5)])
+    assert sum(MEAN in str(warning.message) for warning in recwarn) == 1
+
+
 def test_the_loss_is_called_once_for_each_microbatch() -> None:
     batches: list[Any] = []
 
