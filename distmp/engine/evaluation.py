@@ -219,10 +219,9 @@ def gather_rows(values: T, samples: Tensor | None, world: World) -> T:
     leaves, structure = pytree.tree_flatten(values)
     tensors = leaves if samples is None else [*leaves, samples]
     problem = _problem(tensors, has_samples=samples is not None)
-    described: dict[str, str] = {}
+    described = {"structure of values": str(structure)}
     own: list[Tensor] = []
     if problem is None:
-        described = {"structure of values": str(structure)}
         names = [f"tensor {index} of values" for index in range(len(leaves))] + ["samples"]
         described |= dict(zip(names, map(_described, tensors), strict=False))
         own = [_as_integers(tensor) for tensor in tensors]
@@ -248,10 +247,8 @@ def _problem(tensors: list[Any], *, has_samples: bool) -> tuple[str, str, str] |
     """Return why these values cannot be gathered, as the arguments of a `ConfigError`."""
     if not tensors:
         return "values", "{}", "has no tensor to gather"
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            return "values", kind, "is not a tensor; gather tensors with a row for each sample"
+    if others := [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]:
+        return "values", others[0], "is not a tensor; gather tensors with a row for each sample"
     if has_samples and (tensors[-1].dim() != 1 or tensors[-1].dtype not in _SAMPLE_NUMBERS):
         text = f"{tuple(tensors[-1].shape)} and {dtype_name(tensors[-1].dtype)}"
         return "samples", text, "must be integers of shape (rows,), the indices of the samples"

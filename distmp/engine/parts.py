@@ -114,8 +114,7 @@ class EngineCalls:
         """Count a step on microbatches, which ranks that have none may have built themselves."""
         self.counts["engine.step"] += 1
         self.source = microbatches.source if isinstance(microbatches, StreamMicrobatches) else ""
-        step = step_of(microbatches)
-        if step is not None:
+        if (step := step_of(microbatches)) is not None:
             self.steps_ahead = step - self.counts["engine.step"]
 
     def count(self, name: str) -> None:
