@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from distmp.distributed.comparison import raise_difference
 from distmp.distributed.progress import VALIDATION, current_phase
 from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World
+from distmp.engine.likely_mistakes import MEAN, Means
 from distmp.engine.setup import EngineSetup, return_logits
 from distmp.engine.state import EngineState
 from distmp.engine.step import forward, random_stream
@@ -61,10 +63,13 @@ class MetricSums:
     Args:
         metrics: The functions, by name.
         device: The device.
+        checked: Names of those whose first call is no longer checked for a mean; is extended.
     """
 
-    def __init__(self, metrics: Mapping[str, MetricFunction], device: torch.device) -> None:
-        self._metrics = dict(metrics)
+    def __init__(
+        self, metrics: Mapping[str, MetricFunction], device: torch.device, checked: set[str]
+    ) -> None:
+        self._metrics, self._checked = dict(metrics), checked
         self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
         self._microbatches = 0
 
@@ -80,7 +85,14 @@ class MetricSums:
         self._microbatches += 1
         rows = [torch.stack([loss_sum.to(self._total), self._total.new_zeros(()) + weight])]
         for name, metric in self._metrics.items():
-            rows.append(self._row(name, metric(_output(outputs), batch)))
+            with nullcontext() if name in self._checked else Means() as means:
+                result = metric(_output(outputs), batch)
+            rows.append(self._row(name, result))
+            self._checked.add(name)
+            if means is not None and means.include([*result][:1]) and rows[-1][1] > 1:
+                text = MEAN.format(f"the metric {name!r}", float(rows[-1][1]), "its result")
+                # At the call of `Engine.evaluate_metrics`, which has two decorators.
+                warnings.warn(text, RuntimeWarning, stacklevel=6)
         values = torch.stack(rows)
         # The mean of nothing may be NaN.
         values[1:] = torch.where(values[1:, 1:] == 0, 0.0, values[1:])
@@ -124,12 +136,21 @@ def evaluate(
     state: EngineState,
     microbatches: Iterable[Any],
     metrics: Mapping[str, MetricFunction],
+    checked: set[str],
 ) -> Evaluation:
-    """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`."""
+    """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`.
+
+    Args:
+        setup: Model and loss.
+        state: The step, which seeds random numbers.
+        microbatches: The batches of this rank.
+        metrics: The functions, by name.
+        checked: Names as for `MetricSums`.
+    """
     compared = microbatches
     if setup.is_sharded and not isinstance(microbatches, until_stop_requested):
         compared = _same_number(microbatches, setup)
-    sums = MetricSums(metrics, setup.device)
+    sums = MetricSums(metrics, setup.device, checked)
     stream = random_stream(setup, state, "evaluation")
     module = setup.strategy.module
     with (

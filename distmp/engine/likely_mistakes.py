@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from distmp.data import IGNORED
 from distmp.engine.outcome import MicrobatchStats
@@ -90,6 +91,33 @@ class FirstStep:
         self._warns, self.is_done = False, self._has_gradient
         warned, self._warnings = self._warnings, {}
         return [*warned.values()]
+
+
+MEAN = (
+    "{} looks like a mean, and its weight is {:g}, so {} is divided by the weight twice; return "
+    "the sum (reduction='sum', or mean * weight)"
+)
+# Functions of torch whose result is the number in their first argument.
+_COPIES = ("item", "tolist", "__float__", "numpy", "detach", "cpu", "to", "float", "double")
+
+
+class Means(TorchFunctionMode):
+    """Records means in a `with` block. Most metrics have no autograd graph that shows one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: list[Any] = []
+
+    def include(self, values: Iterable[Any]) -> bool:
+        """Return whether one of the values is a mean, or the same number as one."""
+        return any(value is mean for value in values for mean in self._results)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        is_mean = "mean" in (name, (kwargs or {}).get("reduction"))
+        if is_mean or (name in _COPIES and self.include(args[:1])):
+            self._results.append(result)
+        return result
 
 
 # Several, because another optimizer may accumulate gradients.
@@ -212,10 +240,7 @@ def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator
             "engine.step is one batch, such as [inputs, targets], pass engine.step([batch])"
         )
     elif weight > 1 and is_mean(loss, weight, host_waits=True):
-        yield (
-            f"the loss looks like a mean, and its weight is {weight:g}, so the gradient is divided "
-            "by the weight twice; return the sum (reduction='sum', or loss * weight)"
-        )
+        yield MEAN.format("the loss", weight, "the gradient")
 
 
 def _outside_of(module: nn.Module, loss: Tensor) -> Iterator[str]:

@@ -165,6 +165,38 @@ def test_numbers_of_numpy_count_and_negative_weights_give_no_mean() -> None:
     assert math.isnan(found["negative"])
 
 
+def hits(outputs: Tensor, batch: Batch) -> Tensor:
+    return (outputs.argmax(-1) == batch.labels).float()
+
+
+@pytest.mark.parametrize(
+    ("metric", "warned"),
+    [
+        (lambda outputs, batch: (hits(outputs, batch).mean(), len(outputs)), True),
+        (lambda outputs, batch: (hits(outputs, batch).mean().item(), len(outputs)), True),
+        (lambda outputs, batch: (float(hits(outputs, batch).mean()), len(outputs)), True),
+        (lambda outputs, batch: (F.cross_entropy(outputs, batch.labels), len(outputs)), True),
+        (lambda outputs, batch: (nn.L1Loss()(outputs, outputs + 1), torch.tensor(4)), True),
+        (lambda outputs, batch: (hits(outputs, batch).mean(), 1), False),
+        (lambda outputs, batch: (hits(outputs, batch).mean() * 4, 4), False),
+        (lambda outputs, batch: (outputs.mean(-1).sum(), len(outputs)), False),
+        (lambda outputs, batch: (torch.vmap(torch.mean)(outputs).sum(), len(outputs)), False),
+        (right, False),
+    ],
+)
+def test_a_metric_that_is_a_mean_is_warned_of_once(
+    metric: Any, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    batches = [samples(0, 4), samples(1, 3)]
+    results = []
+    for checks in (True, False):
+        engine = make_engine(policy="fp32", first_step_checks=checks)
+        results += [engine.evaluate_metrics(batches, {"metric": metric}) for _ in range(2)]
+        found = [each for each in recwarn if "the metric 'metric' looks like" in str(each.message)]
+        assert [each.filename for each in found] == [__file__] * warned
+    assert len({*map(repr, results)}) == 1
+
+
 @pytest.mark.parametrize(
     ("function", "metric", "message"),
     [
