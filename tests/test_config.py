@@ -107,7 +107,7 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
         (["--ema", "null"], "ema = None: is a section; set ema.decay; 0 for no average"),
         (
             ["--ema.decay", "null"],
-            "ema.decay = None: must be a number; leave it out for its default, 0.0",
+            "ema.decay = None: must be a number; leave it out for its default",
         ),
         (["--validation.samples", "0"], "validation.samples = 0: use 1 or more samples"),
         (["--validation.final-samples", "0"], "use 1 or more samples, or null for all"),

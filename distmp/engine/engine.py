@@ -121,7 +121,6 @@ class Engine:
         self._replays = Replays(self._parts)
         self._completed = CompletedSteps(self._parts, self._replays.explain)
         self._first_step = FirstStep(setup)
-        self._checked_metrics: set[str] = set()
         self._other_optimizer = OtherOptimizer(
             setup.updates.tensors.versions, is_active=config.first_step_checks
         )
@@ -390,9 +389,7 @@ class Engine:
         with self._calls.call(f"evaluate_metrics[{', '.join(metrics)}]" if metrics else "evaluate"):
             step_checks.refuse_one_batch(microbatches)
             self._setup.updates.check(self.optimizer)
-            checks = self.config.first_step_checks and self.world.rank == 0
-            checked = self._checked_metrics if checks else {*metrics}
-            return evaluate(self._setup, self._state, microbatches, metrics, checked)
+            return evaluate(self._setup, self._state, microbatches, metrics)
 
     def gather(self, values: T, samples: Tensor | None = None) -> T:
         """Gather values per sample from all ranks, for a metric; every rank has to call it.

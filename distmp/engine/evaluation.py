@@ -63,13 +63,13 @@ class MetricSums:
     Args:
         metrics: The functions, by name.
         device: The device.
-        checked: Names of those whose first call is no longer checked for a mean; is extended.
+        checks: Whether to warn of a mean in the first microbatch.
     """
 
     def __init__(
-        self, metrics: Mapping[str, MetricFunction], device: torch.device, checked: set[str]
+        self, metrics: Mapping[str, MetricFunction], device: torch.device, *, checks: bool
     ) -> None:
-        self._metrics, self._checked = dict(metrics), checked
+        self._metrics, self._checks = dict(metrics), checks
         self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
         self._microbatches = 0
 
@@ -82,13 +82,13 @@ class MetricSums:
             weight: Weight of the loss, 0-dim, or a number.
             outputs: Return value of each call of the model.
         """
+        checks = self._checks and self._microbatches == 0
         self._microbatches += 1
         rows = [torch.stack([loss_sum.to(self._total), self._total.new_zeros(()) + weight])]
         for name, metric in self._metrics.items():
-            with nullcontext() if name in self._checked else Means() as means:
+            with Means() if checks else nullcontext() as means:
                 result = metric(_output(outputs), batch)
             rows.append(self._row(name, result))
-            self._checked.add(name)
             if means is not None and means.include([*result][:1]) and rows[-1][1] > 1:
                 text = MEAN.format(f"the metric {name!r}", float(rows[-1][1]), "its result")
                 # At the call of `Engine.evaluate_metrics`, which has two decorators.
@@ -136,21 +136,13 @@ def evaluate(
     state: EngineState,
     microbatches: Iterable[Any],
     metrics: Mapping[str, MetricFunction],
-    checked: set[str],
 ) -> Evaluation:
-    """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`.
-
-    Args:
-        setup: Model and loss.
-        state: The step, which seeds random numbers.
-        microbatches: The batches of this rank.
-        metrics: The functions, by name.
-        checked: Names as for `MetricSums`.
-    """
+    """Return the mean loss and the means of metrics, see `Engine.evaluate_metrics`."""
     compared = microbatches
     if setup.is_sharded and not isinstance(microbatches, until_stop_requested):
         compared = _same_number(microbatches, setup)
-    sums = MetricSums(metrics, setup.device, checked)
+    checks = setup.config.first_step_checks and setup.world.rank == 0
+    sums = MetricSums(metrics, setup.device, checks=checks)
     stream = random_stream(setup, state, "evaluation")
     module = setup.strategy.module
     with (

@@ -126,10 +126,10 @@ def expected(annotation: Any) -> str:
     return _DESCRIPTIONS.get(annotation, "a section of 'name: value' lines")
 
 
-def hint(annotation: Any, value: Any, default: Any = None) -> str:
+def hint(annotation: Any, value: Any) -> str:
     """Return a suffix for a message that says how to write the intended value, or ""."""
     if value is None:
-        return "; leave it out for its default" + ("" if default is None else f", {default!r}")
+        return "; leave it out for its default"
     members = members_of(annotation)
     if int in members and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"

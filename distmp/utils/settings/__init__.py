@@ -64,7 +64,7 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
             raise ConfigError(setting, value, unknown_setting(cls, setting, known))
         if dataclasses.is_dataclass(fields[name]) and not isinstance(value, Mapping | None):
             raise ConfigError(setting, value, section_advice(cls, setting, where))
-        arguments[name] = _convert(fields[name], value, setting, known, getattr(cls, name, None))
+        arguments[name] = _convert(fields[name], value, setting, known)
     return cls(**arguments)
 
 
@@ -103,9 +103,7 @@ def section_advice(cls: type[Any], section: str, where: str = "") -> str:
     return f"is a section; {advice or f'set {listed(names)}'}"
 
 
-def _convert(
-    annotation: Any, value: Any, setting: str, known: frozenset[str], default: Any = None
-) -> Any:
+def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
     """Return `value` as the annotated type, or raise an error with what is expected."""
     for member in members_of(annotation):
         if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
@@ -115,8 +113,7 @@ def _convert(
     # All lines of the section are commented out.
     if value is None and dataclasses.is_dataclass(annotation):
         return _build(cast("type[Any]", annotation), {}, setting, known)
-    advice = hint(annotation, value, default)
-    raise ConfigError(setting, value, f"must be {expected(annotation)}{advice}")
+    raise ConfigError(setting, value, f"must be {expected(annotation)}{hint(annotation, value)}")
 
 
 def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
