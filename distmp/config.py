@@ -29,7 +29,7 @@ from distmp.parallel.settings import (
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
-from distmp.utils.annotations import HARMLESS, IGNORED, consequential, dangerous
+from distmp.utils.annotations import HARMLESS, IGNORED, Section, consequential, dangerous
 from distmp.utils.imports import Entry, load_function, parse_entries
 from distmp.utils.settings import flat
 from distmp.utils.settings.command_line import command_line
@@ -161,7 +161,7 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(Section, section="validation"):
     """When to evaluate the model, and on how much held-out data."""
 
     every: int = 0
@@ -179,22 +179,20 @@ class ValidationConfig:
     the page on metrics."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "validation.every", self.every, "use 0 or more steps")
+        self._require(self.every >= 0, "every", "use 0 or more steps")
         hint, final = "use 1 or more samples", self.final_samples
-        require(self.samples >= 1, "validation.samples", self.samples, hint)
-        valid = final is None or final >= 1
-        require(valid, "validation.final_samples", final, f"{hint}, or null for all")
+        self._require(self.samples >= 1, "samples", hint)
+        self._require(final is None or final >= 1, "final_samples", f"{hint}, or null for all")
 
     def check(self, is_held_out: bool, problem: str) -> None:
         """Refuse settings that have no effect without held-out data."""
         for name, unused in {"every": 0, "metrics": {}}.items():
-            value = getattr(self, name)
             hint = f"{problem}; set it to {unused}, or hold out data"
-            require(is_held_out or not value, f"validation.{name}", value, hint)
+            self._require(is_held_out or not getattr(self, name), name, hint)
 
 
 @dataclass(frozen=True)
-class EarlyStoppingConfig:
+class EarlyStoppingConfig(Section, section="early_stopping"):
     """When a run ends because a metric on held-out data no longer improves.
 
     The checkpoint of the best validation is kept until the end.
@@ -216,10 +214,8 @@ class EarlyStoppingConfig:
     metric `accuracy`; others need min or max."""
 
     def __post_init__(self) -> None:
-        valid = self.patience >= 0
-        require(valid, "early_stopping.patience", self.patience, "use 0 or more validations")
-        valid = 0 <= self.min_delta < math.inf
-        require(valid, "early_stopping.min_delta", self.min_delta, "use a number of 0 or more")
+        self._require(self.patience >= 0, "patience", "use 0 or more validations")
+        self._require(0 <= self.min_delta < math.inf, "min_delta", "use a number of 0 or more")
 
     @property
     def maximizes(self) -> bool:
@@ -231,7 +227,7 @@ class EarlyStoppingConfig:
         name = self.metric.removeprefix(EMA_PREFIX)
         valid = self.mode != "auto" or name in (*_MINIMIZED, "accuracy")
         hint = f"does not know the metric {self.metric!r}; set min or max"
-        require(valid, "early_stopping.mode", "auto", hint)
+        self._require(valid, "mode", hint)
         return self.mode == "max" or (self.mode == "auto" and name == "accuracy")
 
     def check(self, metrics: Sequence[str], *, every: int, ema: bool) -> None:
@@ -246,30 +242,26 @@ class EarlyStoppingConfig:
             ConfigError: If there is no such metric, or no validation during training.
         """
         if self.patience == 0:
+            hint = (
+                "has no effect without early_stopping.patience; set it, the number of "
+                "validations without an improvement after which a run ends"
+            )
             for each in fields(self):
-                require(
-                    getattr(self, each.name) == each.default,
-                    f"early_stopping.{each.name}",
-                    getattr(self, each.name),
-                    "has no effect without early_stopping.patience; set it, the number of "
-                    "validations without an improvement after which a run ends",
-                )
+                self._require(getattr(self, each.name) == each.default, each.name, hint)
             return
         hint = "needs validations during training; set validation.every"
-        require(every > 0, "early_stopping.patience", self.patience, hint)
+        self._require(every > 0, "patience", hint)
         known = ["loss", *metrics]
         of_average = [f"{EMA_PREFIX}{name}" for name in known]
         valid = ema or self.metric not in of_average
-        hint = "needs an average of the weights; set ema.decay"
-        require(valid, "early_stopping.metric", self.metric, hint)
+        self._require(valid, "metric", "needs an average of the weights; set ema.decay")
         known += of_average if ema else []
-        hint = nearest(self.metric, known)
-        require(self.metric in known, "early_stopping.metric", self.metric, hint)
+        self._require(self.metric in known, "metric", nearest(self.metric, known))
         _ = self.maximizes
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section):
     """All settings of a training run."""
 
     advice: ClassVar[Mapping[str, str]] = _ADVICE
@@ -414,39 +406,33 @@ class RunConfig:
         return config
 
     def _check_run(self) -> None:
-        valid = 1 <= self.steps <= _MAX_STEPS
-        require(valid, "steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
-        valid = 0 <= self.seed < 2**63
-        require(valid, "seed", self.seed, "use an integer from 0 to 2^63 - 1")
+        self._require(1 <= self.steps <= _MAX_STEPS, "steps", f"use 1 to {_MAX_STEPS:,} steps")
+        self._require(0 <= self.seed < 2**63, "seed", "use an integer from 0 to 2^63 - 1")
         valid = Path(self.run_dir).name not in ("", "..")
-        hint = "name a directory of the run's own, such as runs/first"
-        require(valid, "run_dir", self.run_dir, hint)
-        valid = self.resume != ""
-        require(valid, "resume", "", "give 'auto', the path of a checkpoint, or null")
+        self._require(valid, "run_dir", "name a directory of the run's own, such as runs/first")
+        self._require(self.resume != "", "resume", "give 'auto', the path of a checkpoint, or null")
 
     def _check_time(self) -> None:
         minutes = self.timeout_minutes
-        valid = 0 < minutes <= _MAX_TIMEOUT_MINUTES
         hint = f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)"
-        require(valid, "timeout_minutes", minutes, hint)
+        self._require(0 < minutes <= _MAX_TIMEOUT_MINUTES, "timeout_minutes", hint)
         valid = self.max_minutes is None or 0 < self.max_minutes < math.inf
-        require(valid, "max_minutes", self.max_minutes, "use a number above 0, or null")
+        self._require(valid, "max_minutes", "use a number above 0, or null")
         watched = self.watchdog_seconds
         valid = watched is None or watched == 0 or 2 <= watched < 60 * minutes
         hint = (
             f"use 0, or a number from 2, because ranks report once a second, to less than "
             f"timeout_minutes ({60 * minutes:g} s), after which a collective times out"
         )
-        require(valid, "watchdog_seconds", watched, hint)
+        self._require(valid, "watchdog_seconds", hint)
 
     def _check_strategy(self) -> None:
-        known = self.strategy in STRATEGIES
-        require(known, "strategy", self.strategy, nearest_strategy(self.strategy))
+        self._require(self.strategy in STRATEGIES, "strategy", nearest_strategy(self.strategy))
         if self.strategy != "auto":  # which chooses a strategy that supports the settings
             self.sharding.check(self.strategy)
         valid = self.strategy != "single" or not self.shard_optimizer
         hint = "has no effect under strategy single, which has one rank; remove it, or use ddp"
-        require(valid, "shard_optimizer", self.shard_optimizer, hint)
+        self._require(valid, "shard_optimizer", hint)
         self.parallel(microbatches=None)
         if self.strategy in SHARDED_STRATEGIES:
             AccumulationSettings(

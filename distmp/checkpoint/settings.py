@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from distmp.errors import require
+from distmp.utils.annotations import Section
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, section="checkpoint"):
     """When checkpoints are written, and how many are kept."""
 
     every: int = 0
@@ -81,10 +81,9 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         problem = "give a number of steps, or 0"
-        require(self.every >= 0, "checkpoint.every", self.every, problem)
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "keep at least 1 checkpoint")
-        require(self.keep_every >= 0, "checkpoint.keep_every", self.keep_every, problem)
+        self._require(self.every >= 0, "every", problem)
+        self._require(self.keep >= 1, "keep", "keep at least 1 checkpoint")
+        self._require(self.keep_every >= 0, "keep_every", problem)
         problem = "has no effect without checkpoint.every, the steps between checkpoints; set it"
-        valid = self.every > 0 or self.keep_every == 0
-        require(valid, "checkpoint.keep_every", self.keep_every, problem)
-        require(self.path != "", "checkpoint.path", self.path, "give a path, or null")
+        self._require(self.every > 0 or self.keep_every == 0, "keep_every", problem)
+        self._require(self.path != "", "path", "give a path, or null")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import nearest, require
-from distmp.utils.annotations import HARMLESS, consequential
+from distmp.errors import nearest
+from distmp.utils.annotations import HARMLESS, Section, consequential
 from distmp.utils.imports import load_function
 
 # Processes per rank; more than a machine has cores only compete.
@@ -17,7 +17,7 @@ _CALL_ARGUMENTS = ("split", "sequence_length")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, section="data"):
     """Training data, and how it is divided into samples.
 
     Values are checked when the configuration is read, files when the data is loaded. A run that
@@ -93,29 +93,28 @@ class DataConfig:
             f"{nearest(self.source, _SOURCES)}, or write an import path 'module:callable'; `distmp"
             " data tokenize` turns JSON Lines, parquet and text into tokens"
         )
-        valid = self.is_import_path or self.source in _SOURCES
-        require(valid, "data.source", self.source, problem)
+        self._require(self.is_import_path or self.source in _SOURCES, "source", problem)
         valid = self.source != "tokens" or self.path is not None
-        require(valid, "data.path", None, "name the directory of token ids")
+        self._require(valid, "path", "name the directory of token ids")
         valid = self.source != "text" or (self.pattern != "" and self.pattern[0] != "/")
         hint = "write a glob relative to data.path, such as '**/*.md'"
-        require(valid, "data.pattern", self.pattern, hint)
+        self._require(valid, "pattern", hint)
 
     def _check_numbers(self) -> None:
-        length, hint = self.sequence_length, f"must be from 0 to {_MAX_WORKERS}"
-        require(length >= 1, "data.sequence_length", length, "must be at least 1")
-        require(0 <= self.workers <= _MAX_WORKERS, "data.workers", self.workers, hint)
+        self._require(self.sequence_length >= 1, "sequence_length", "must be at least 1")
+        hint = f"must be from 0 to {_MAX_WORKERS}"
+        self._require(0 <= self.workers <= _MAX_WORKERS, "workers", hint)
         hint = "must be a share from 0 to below 1, such as 0.05"
-        require(0.0 <= self.held_out < 1.0, "data.held_out", self.held_out, hint)
+        self._require(0.0 <= self.held_out < 1.0, "held_out", hint)
 
     def _check_options(self) -> None:
         problem = f"only an import path takes options, not {self.source!r}"
-        require(self.is_import_path or not self.options, "data.options", self.options, problem)
+        self._require(self.is_import_path or not self.options, "options", problem)
         for name in ("path", "validation_path"):
             value = getattr(self, name)
-            require(value != "", f"data.{name}", value, "name a directory, or null")
+            self._require(value != "", name, "name a directory, or null")
             problem = f"is not passed to {self.source!r}; pass it in data.options, or remove it"
-            require(value is None or not self.is_import_path, f"data.{name}", value, problem)
+            self._require(value is None or not self.is_import_path, name, problem)
         for name in _CALL_ARGUMENTS:
             problem = f"{name!r} is passed by distmp; remove it"
-            require(name not in self.options, "data.options", self.options, problem)
+            self._require(name not in self.options, "options", problem)

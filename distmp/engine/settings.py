@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, require
-from distmp.utils.annotations import check_types
+from distmp.utils.annotations import Section, check_types
 
 PHASES = "precision.phases"
 
 
 @dataclass(frozen=True)
-class DivergenceConfig:
+class DivergenceConfig(Section, section="divergence"):
     """Limits of loss and gradient norm, and the reaction to steps above them.
 
     Raises:
@@ -40,10 +40,8 @@ class DivergenceConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "divergence")
-        valid = 0 < self.threshold < math.inf
-        require(valid, "divergence.threshold", self.threshold, "use a number above 0")
-        steps = self.warmup_steps
-        require(steps >= 1, "divergence.warmup_steps", steps, "use 1 or more steps")
+        self._require(0 < self.threshold < math.inf, "threshold", "use a number above 0")
+        self._require(self.warmup_steps >= 1, "warmup_steps", "use 1 or more steps")
 
     @property
     def rolls_back(self) -> bool:
@@ -52,7 +50,7 @@ class DivergenceConfig:
 
 
 @dataclass(frozen=True)
-class RankConsistencyConfig:
+class RankConsistencyConfig(Section, section="rank_consistency"):
     """When ranks compare replicated weights and state; a difference ends the run.
 
     Raises:
@@ -64,11 +62,11 @@ class RankConsistencyConfig:
     and loss scale; 0 disables them."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "rank_consistency.every", self.every, "use 0 or more steps")
+        self._require(self.every >= 0, "every", "use 0 or more steps")
 
 
 @dataclass(frozen=True)
-class EmaConfig:
+class EmaConfig(Section, section="ema"):
     """An exponential moving average (EMA) of the weights, in FP32.
 
     Example:
@@ -84,12 +82,11 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "ema")
-        hint = "use a number from 0 to below 1, such as 0.999"
-        require(0 <= self.decay < 1, "ema.decay", self.decay, hint)
+        self._require(0 <= self.decay < 1, "decay", "use a number from 0 to below 1, such as 0.999")
 
 
 @dataclass(frozen=True)
-class PrecisionPhase:
+class PrecisionPhase(Section, section=PHASES):
     """The policy until a number of tokens; see `precision.phases`.
 
     Raises:
@@ -109,8 +106,7 @@ class PrecisionPhase:
 
     def __post_init__(self) -> None:
         check_types(self, PHASES)
-        tokens = self.until_tokens
-        require(tokens > 0, f"{PHASES}.until_tokens", tokens, "use a number above 0, or .inf")
+        self._require(self.until_tokens > 0, "until_tokens", "use a number above 0, or .inf")
 
 
 def parse_phases(entries: Sequence[Mapping[str, Any]]) -> tuple[PrecisionPhase, ...]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distmp.errors import ConfigError, nearest, require
+from distmp.errors import ConfigError, nearest
 from distmp.models.huggingface_files import PREFIX, locate
-from distmp.utils.annotations import IGNORED, dangerous
+from distmp.utils.annotations import IGNORED, Section, dangerous
 from distmp.utils.imports import load_function
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ include the embeddings of about 50,000 tokens; the last three have the shapes of
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, section="model"):
     """The model to train, and its loss."""
 
     name: str = "transformer"
@@ -91,10 +91,10 @@ class ModelConfig:
             hint = "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'"
             raise ConfigError("model.name", self.name, hint)
         hint = "write 'next_token' or an import path 'module:callable'"
-        require(":" in self.loss or self.loss == "next_token", "model.loss", self.loss, hint)
-        require(self.size in SIZES, "model.size", self.size, nearest(self.size, SIZES))
+        self._require(":" in self.loss or self.loss == "next_token", "loss", hint)
+        self._require(self.size in SIZES, "size", nearest(self.size, SIZES))
         problem = f"is a size of the transformer, not of {self.name!r}; set model.options"
-        require(self.name == "transformer" or self.size == "1m", "model.size", self.size, problem)
+        self._require(self.name == "transformer" or self.size == "1m", "size", problem)
         if self.name == "transformer" and self.options:
             self.transformer(vocabulary_size=1, sequence_length=1)
         if self.peft is not None:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from distmp.errors import ConfigError, require
+from distmp.errors import ConfigError
 from distmp.models.linear_cross_entropy import Backend, LossHead, project
+from distmp.utils.annotations import Section
 
 _STD = 0.02
 # No machine can hold a model with more.
@@ -27,7 +28,7 @@ _Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(Section, section="model.options"):
     """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
 
     Raises:
@@ -79,19 +80,15 @@ class TransformerConfig:
             f"does not divide model.options.dimension = {self.dimension} into heads of even width, "
             "which rotary embeddings need"
         )
-        valid = self.dimension % (2 * self.heads) == 0
-        require(valid, "model.options.heads", self.heads, problem)
+        self._require(self.dimension % (2 * self.heads) == 0, "heads", problem)
         problem = (
             f"does not divide model.options.heads = {self.heads}; each head of keys and values "
             "serves the same number of heads"
         )
-        valid = self.heads % self.groups == 0
-        require(valid, "model.options.key_value_heads", self.key_value_heads, problem)
+        self._require(self.heads % self.groups == 0, "key_value_heads", problem)
         # FP32, in which angles and norms are computed, has no larger base.
-        base, hint = self.rotary_base, "use a number from 1 to 1e38"
-        require(1 <= base <= 1e38, "model.options.rotary_base", base, hint)
-        epsilon, hint = self.norm_epsilon, "use a number from 0 to 1"
-        require(0 <= epsilon <= 1, "model.options.norm_epsilon", epsilon, hint)
+        self._require(1 <= self.rotary_base <= 1e38, "rotary_base", "use a number from 1 to 1e38")
+        self._require(0 <= self.norm_epsilon <= 1, "norm_epsilon", "use a number from 0 to 1")
 
     @property
     def groups(self) -> int:

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from distmp.errors import require
-from distmp.utils.annotations import consequential, dangerous
+from distmp.utils.annotations import Section, consequential, dangerous
 
 # Schedules of distmp; others are import paths.
 SHAPES = ("cosine", "linear", "constant", "wsd")
@@ -16,7 +15,7 @@ _USED_BY = {"decay_steps": ("wsd",), "final": ("cosine", "linear", "wsd")}
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section, section="optim"):
     """The optimizer of the FP32 weights."""
 
     name: str = field(
@@ -46,15 +45,14 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"optim.{name}", value, "use a finite number, 0 or more")
+            valid = 0 <= getattr(self, name) < math.inf
+            self._require(valid, name, "use a finite number, 0 or more")
         valid = self.max_norm is None or self.max_norm > 0
-        hint = "use a number above 0, or null for no clipping"
-        require(valid, "optim.max_norm", self.max_norm, hint)
+        self._require(valid, "max_norm", "use a number above 0, or null for no clipping")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section, section="schedule"):
     """The learning rate as a function of the number of applied updates."""
 
     name: str = "cosine"
@@ -75,14 +73,14 @@ class ScheduleConfig:
         for name in ("warmup_steps", "decay_steps"):
             value = getattr(self, name)
             valid = value is None or value >= 0
-            require(valid, f"schedule.{name}", value, "use 0 or more updates, or null")
-        require(0 <= self.final <= 1, "schedule.final", self.final, "use a share from 0 to 1")
+            self._require(valid, name, "use 0 or more updates, or null")
+        self._require(0 <= self.final <= 1, "final", "use a share from 0 to 1")
         is_known = self.name in SHAPES or ":" in self.name
         for name, used_by in _USED_BY.items():
             value, default = getattr(self, name), getattr(ScheduleConfig, name)
             hint = f"does not use it; leave it out, or use {' or '.join(used_by)}"
             valid = value == default or self.name in used_by or not is_known
-            require(valid, f"schedule.{name}", value, f"{self.name} {hint}")
+            self._require(valid, name, f"{self.name} {hint}")
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up updates of a run of `steps` steps."""

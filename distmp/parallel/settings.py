@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from distmp.errors import ConfigError, nearest, require
-from distmp.utils.annotations import check_types
+from distmp.utils.annotations import Section, check_types
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
 ActivationCheckpointing = Literal["none", "blocks"]
@@ -29,7 +29,7 @@ def nearest_strategy(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class ShardingConfig:
+class ShardingConfig(Section, section="sharding"):
     """How the strategies fsdp and hsdp divide, gather and reduce the model.
 
     Raises:
@@ -57,9 +57,8 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         check_types(self, "sharding")
         valid = self.shard_size is None or self.shard_size >= 1
-        require(valid, "sharding.shard_size", self.shard_size, "use 1 or more ranks")
-        hint = "a pattern needs at least one character"
-        require(all(self.wrap), "sharding.wrap", self.wrap, hint)
+        self._require(valid, "shard_size", "use 1 or more ranks")
+        self._require(all(self.wrap), "wrap", "a pattern needs at least one character")
 
     def check(self, strategy: str) -> None:
         """Refuse settings that a strategy does not use.
@@ -76,7 +75,7 @@ class ShardingConfig:
             value, strategies = getattr(self, setting.name), uses.get(setting.name, (strategy,))
             problem = f"applies only to {' and '.join(strategies)}, but strategy is {strategy!r}"
             applies = value == setting.default or strategy in strategies
-            require(applies, f"sharding.{setting.name}", value, problem)
+            self._require(applies, setting.name, problem)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from distmp.errors import require
 from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from distmp.utils.annotations import check_types, consequential
+from distmp.utils.annotations import Section, check_types, consequential
 
 # Number of clean steps before growth in runs of a few hundred steps.
 SHORT_RUN_GROWTH_INTERVAL = 400
 
 
 @dataclass(frozen=True)
-class LossScaleConfig:
+class LossScaleConfig(Section, section="precision.loss_scale"):
     """Update rules of a loss scale (Micikevicius et al. 2018, section 3.2).
 
     Raises:
@@ -87,9 +87,6 @@ class LossScaleConfig:
         if not (self.dynamic and 0 < value < math.inf):
             return self.init
         return min(max(value, self.min_scale), self.max_scale)
-
-    def _require(self, valid: bool, name: str, problem: str) -> None:
-        require(valid, f"precision.loss_scale.{name}", getattr(self, name), problem)
 
 
 def loss_scale_rules(

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distmp.errors import ConfigError, require
+from distmp.errors import ConfigError
+from distmp.utils.annotations import Section
 from distmp.utils.imports import parse_entries
 
 # A trace of more steps is too large to open.
@@ -14,7 +15,7 @@ MAX_STEPS = 100
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Section, section="log"):
     """Output of the first rank during training.
 
     Raises:
@@ -33,8 +34,7 @@ class LogConfig:
     '{name: wandb, options: {project: first, mode: offline}}'."""
 
     def __post_init__(self) -> None:
-        hint = "use 1 or more; `log.console: off` prints nothing"
-        require(self.every >= 1, "log.every", self.every, hint)
+        self._require(self.every >= 1, "every", "use 1 or more; `log.console: off` prints nothing")
         for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find
@@ -53,7 +53,7 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Section, section="profile"):
     """The steps of a run to record.
 
     Raises:
@@ -69,10 +69,10 @@ class ProfileConfig:
         if self.steps is None:
             return
         first, last = self.window.start, self.window.stop - 1
-        require(first >= 1, "profile.steps", self.steps, "steps are counted from 1")
-        require(last >= first, "profile.steps", self.steps, f"write {last}:{first}")
+        self._require(first >= 1, "steps", "steps are counted from 1")
+        self._require(last >= first, "steps", f"write {last}:{first}")
         hint = f"record at most {MAX_STEPS} steps; a few are enough"
-        require(last - first < MAX_STEPS, "profile.steps", self.steps, hint)
+        self._require(last - first < MAX_STEPS, "steps", hint)
 
     @property
     def window(self) -> range:
@@ -92,4 +92,4 @@ class ProfileConfig:
             ConfigError: If it does not.
         """
         reached = not self.window or self.window[-1] <= steps
-        require(reached, "profile.steps", self.steps, f"the run ends with step {steps}")
+        self._require(reached, "steps", f"the run ends with step {steps}")

@@ -10,10 +10,27 @@ from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin, 
 
 import numpy as np
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, require
 
 # Cached, because every configuration checks its types, and resolving them takes the longest.
 _resolved: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
+
+
+class Section:
+    """Base class of a section of settings: checks a setting by its name in the section.
+
+    Args:
+        section: Dotted name of the section, which begins the names of its settings in messages.
+    """
+
+    _section = ""
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls._section = f"{section}." if section else ""
+
+    def _require(self, valid: bool, name: str, problem: str) -> None:
+        """Refuse the value of a setting unless it is valid; see `distmp.errors.require`."""
+        require(valid, f"{self._section}{name}", getattr(self, name), problem)
 
 
 def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> None:

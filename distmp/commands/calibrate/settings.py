@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distmp.config import RunConfig
-from distmp.errors import require
 
 # Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
@@ -43,17 +42,16 @@ class CalibrationConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, hint = self.calibrate_steps, f"use more than {WARM_UP} steps"
-        require(steps > WARM_UP, "calibrate_steps", steps, hint)
+        hint = f"use more than {WARM_UP} steps"
+        self._require(self.calibrate_steps > WARM_UP, "calibrate_steps", hint)
         object.__setattr__(self, "policies", _split(self.policies))
-        require(len(self.policies) > 0, "policies", self.policies, "name at least one")
+        self._require(len(self.policies) > 0, "policies", "name at least one")
         hint = (
             f"use {LEAST_SEEDS} or more seeds, because fewer values have no meaningful standard "
             "deviation; 0 compares with tolerance only"
         )
-        require(self.seeds == 0 or self.seeds >= LEAST_SEEDS, "seeds", self.seeds, hint)
-        hint = "use a number between 0 and 1"
-        require(0 < self.tolerance < 1, "tolerance", self.tolerance, hint)
+        self._require(self.seeds == 0 or self.seeds >= LEAST_SEEDS, "seeds", hint)
+        self._require(0 < self.tolerance < 1, "tolerance", "use a number between 0 and 1")
 
     def check_names(self) -> None:
         """Look up what the settings name, and the policies."""

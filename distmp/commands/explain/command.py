@@ -40,7 +40,7 @@ class ExplainConfig(RunConfig):
         for name in ("world_size", "ranks_per_machine"):
             value = getattr(self, name)
             valid = value is None or 1 <= value <= _MOST_RANKS
-            require(valid, name, value, f"use 1 to {_MOST_RANKS:,} ranks")
+            self._require(valid, name, f"use 1 to {_MOST_RANKS:,} ranks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
