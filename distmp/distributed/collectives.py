@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.distributed.failing_together import Ranks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.wait_times import collective_waits
@@ -123,22 +124,19 @@ def exchange_groups(
     if copies * group.size() != dist.get_world_size():
         return (group,)
     if group not in _created:
-        local = _ranks_per_machine(device)
+        local = _ranks_per_machine()
         machines, remainder = divmod(group.size(), local)
         divided = not remainder and machines > 1 and local > 1
         _created[group] = _create(device, (copies, machines, local)) if divided else ()
     return _created[group] or (group,)
 
 
-def _ranks_per_machine(device: torch.device) -> int:
+def _ranks_per_machine() -> int:
     """Return the number of ranks on every machine, or 1 if machines or numberings differ."""
     own = local_world_size(dist.get_world_size())
     in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
     # Compare even if all ranks seem to be on this machine: other ranks may see several machines.
-    common = torch.tensor([own, -own, int(in_order)], device=device)
-    dist.all_reduce(common, dist.ReduceOp.MIN)
-    least, most, in_order = common.tolist()
-    return own if least == -most and in_order else 1
+    return own if {*Ranks(None).gather((own, in_order))} == {(own, True)} else 1
 
 
 def _create(device: torch.device, shape: tuple[int, int, int]) -> tuple[dist.ProcessGroup, ...]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -275,8 +274,4 @@ def least_free_bytes(world: World) -> int:
         free = torch.cuda.mem_get_info(world.device)[0] + cached
     else:
         free = free_host_bytes() // local_world_size(world.world_size)
-    if world.group is None:
-        return free
-    least = torch.tensor(free, device=world.device)
-    dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
-    return int(least)
+    return min(world.ranks.gather(free))

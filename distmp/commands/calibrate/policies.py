@@ -316,13 +316,11 @@ def measure(
             seconds.append(time.perf_counter() - begin)
             losses.append(math.nan if numbers.skipped else numbers.loss)
             skipped += numbers.skipped
-    memory = torch.tensor(peak_since(start, world.device), dtype=torch.float64, device=world.device)
-    if world.group is not None:
-        torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
+    memory = max(world.ranks.gather(peak_since(start, world.device)))
     _, reason = resolve(name, world.device)
     held_out = _held_out(config, parts, engine) if config.seeds else {}
     median = statistics.median(seconds[WARM_UP:] or seconds)
-    return PolicyResult(reason, tuple(losses), median, int(memory), skipped, held_out)
+    return PolicyResult(reason, tuple(losses), median, memory, skipped, held_out)
 
 
 def _held_out(config: CalibrationConfig, parts: ModelAndData, engine: Engine) -> dict[str, float]:
