@@ -64,48 +64,47 @@ def is_held_out(name: str, share: float) -> bool:
 # --- text ---
 
 
-def text_files(config: DataConfig, path: str | None) -> tuple[Path, dict[str, int]]:
-    """Return the directory of a text source, and the sizes of its files.
+def text_directory(
+    config: DataConfig, path: str | None, setting: str = "data.path"
+) -> TextDirectory:
+    """Return the samples of all files of a text source.
 
     Args:
         config: The settings of the data.
         path: The directory; None for the standard library of the running Python.
+        setting: The setting that names the directory.
 
     Raises:
         ConfigError: If there is no such directory, or no file in it can be used.
     """
-    if path is None:
-        directory = Path(sysconfig.get_path("stdlib"))
-        return directory, list_text_files(directory, config.pattern, _NOT_STANDARD_LIBRARY)
-    directory = Path(os.path.expanduser(path))
-    return directory, list_text_files(directory, config.pattern)
+    directory = Path(os.path.expanduser(path or sysconfig.get_path("stdlib")))
+    skipped = _NOT_STANDARD_LIBRARY if path is None else ()
+    files = list_text_files(directory, config.pattern, skipped, setting)
+    return TextDirectory(directory, files, config.sequence_length)
 
 
 def _build_text(config: DataConfig) -> Datasets:
-    directory, files = text_files(config, config.path)
-    name = f"text below {directory}"
+    everything = text_directory(config, config.path)
+    name = f"text below {everything.directory}"
     if config.path is None:
         name = f"standard library of Python {sysconfig.get_python_version()}"
-    train, validation = _split_text(config, directory, files)
-    _require_window("data.path", str(directory), train)
+    train, validation = _split_text(config, everything)
+    _require_window("data.path", str(everything.directory), train)
     return _described(name, train, validation, TextDirectory.vocabulary_size)
 
 
 def _split_text(
-    config: DataConfig, directory: Path, files: Mapping[str, int]
+    config: DataConfig, everything: TextDirectory
 ) -> tuple[TextDirectory, TextDirectory | None]:
-    length = config.sequence_length
-    everything = TextDirectory(directory, files, length)
     if config.validation_path is not None:
-        other = Path(os.path.expanduser(config.validation_path))
-        other_files = list_text_files(other, config.pattern, setting="data.validation_path")
-        validation = TextDirectory(other, other_files, length)
-        _require_window("data.validation_path", str(other), validation)
+        validation = text_directory(config, config.validation_path, "data.validation_path")
+        _require_window("data.validation_path", str(validation.directory), validation)
         return everything, validation
     if config.held_out == 0.0:
         return everything, None
-    held_out = {n: size for n, size in files.items() if is_held_out(n, config.held_out)}
-    rest = {name: size for name, size in files.items() if name not in held_out}
+    directory, length = everything.directory, config.sequence_length
+    held_out = {n: size for n, size in everything.files if is_held_out(n, config.held_out)}
+    rest = {name: size for name, size in everything.files if name not in held_out}
     train = TextDirectory(directory, rest, length)
     validation = TextDirectory(directory, held_out, length)
     if len(train) and len(validation):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distmp.config import RunConfig
-from distmp.data.datasets import text_files
+from distmp.data.datasets import text_directory
 from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError
 from distmp.masking import masked
@@ -106,11 +106,11 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
     try:
-        directory, files = text_files(data, location)
+        text = text_directory(data, location)
     except ConfigError:
         return  # reported when the data is loaded; where it works, its files are missing here
-    for name in files:
-        yield f"{location or 'standard library'}/{name}", directory / name
+    for name, _ in text.files:
+        yield f"{location or 'standard library'}/{name}", text.directory / name
 
 
 def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
