@@ -12,7 +12,7 @@ from torch import Tensor
 from distmp.errors import require
 from distmp.precision.stochastic import indices, parameter_id, random_bits, round_with_bits
 from distmp.utils.dtypes import is_dtensor, local_values
-from distmp.utils.flat_shard import FlatShard
+from distmp.utils.flat_shard import FlatShard, local_parts
 
 # Elements that are computed at a time: temporary FP32 and int64 values of a range take about 60
 # bytes per element. On CPUs they should fit into the cache.
@@ -272,15 +272,12 @@ def start_of(tensor: Tensor) -> int:
         return tensor.start
     if not is_dtensor(tensor):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     problem = (
         f"has a parameter that is sharded as {tensor.placements}, not by rows; use "
         "torch.optim.AdamW for tensor-parallel parameters"
     )
     by_rows = all(placement.is_shard(0) for placement in tensor.placements if placement.is_shard())
     require(by_rows, "optimizer", "AdamW", problem)
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return offset[0] * tensor.shape[1:].numel() if offset else 0
+    # Without an element, the index of the first one does not matter.
+    index = next((index for index, _ in local_parts(tensor)), ())
+    return int(index[0].start) * tensor.shape[1:].numel() if index else 0
