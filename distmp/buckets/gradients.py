@@ -659,7 +659,7 @@ def _run_last(slot: _Slot) -> None:
     hooks[slot.hook_id] = hooks.pop(slot.hook_id)
     if slot.computed is None:
         slot.computed = []
-        slot.parameter.register_hook(_recorder(slot.computed))
+        slot.parameter.register_hook(partial(_record, slot.computed))
 
 
 def _hook(
@@ -693,11 +693,8 @@ def _hook(
     return take_gradient
 
 
-def _recorder(computed: list[bool]) -> Callable[[Tensor | None], None]:
-    def record(gradient: Tensor | None) -> None:
-        computed[:] = [gradient is not None]
-
-    return record
+def _record(computed: list[bool], gradient: Tensor | None) -> None:
+    computed[:] = [gradient is not None]
 
 
 def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) -> None:
