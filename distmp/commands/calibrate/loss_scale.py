@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
@@ -93,10 +92,8 @@ def start(parts: ModelAndData, engine: Engine, checkpoint: StoredCheckpoint | No
 
 def histogram(recorded: Probe, world: World) -> ExponentHistogram:
     """Return the sum of the counts of all ranks; every rank must call it."""
-    total = recorded.exponents.to(world.device)
-    if world.group is not None:
-        dist.all_reduce(total, group=world.group)
-    return ExponentHistogram(total)
+    of_ranks = world.ranks.gather(recorded.exponents.cpu())
+    return ExponentHistogram(torch.stack(of_ranks).sum(0))
 
 
 def _policy(configured: PolicyLike, device: torch.device) -> Resolution:
