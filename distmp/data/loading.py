@@ -333,8 +333,7 @@ class SeededMicrobatches:
             return [self.sample(position, index) for position, index in places]
         self._seed_generators(places[0][0])
         indices = [index for _, index in places]
-        samples: list[Any] = self._read(lambda: self.dataset.__getitems__(indices), indices)
-        return samples
+        return self._read(lambda: self.dataset.__getitems__(indices), indices)
 
     def sample(self, position: int, index: int) -> Any:
         """Return one sample; changes the state of the generators.

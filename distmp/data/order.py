@@ -180,7 +180,4 @@ class MicrobatchSampler:
         """Return the index of the sample at each position."""
         if not self.shuffle:
             return [position % self.size for position in positions]
-        indices: list[int] = sample_indices(
-            self.seed, positions.start, len(positions), self.size
-        ).tolist()
-        return indices
+        return sample_indices(self.seed, positions.start, len(positions), self.size).tolist()

@@ -67,8 +67,7 @@ class StepWeights:
         self._weight = self._weight + amount
         self._losses += 1
         factor = torch.full((), 1 / self._unit, dtype=torch.float64, device=loss_sum.device)
-        loss: Tensor = MeanLoss.apply(loss_sum, mean, factor)
-        return loss
+        return MeanLoss.apply(loss_sum, mean, factor)
 
     def count_backward(self, loss: Tensor, divided_by: int | None = None) -> None:
         """Count the backward of a microbatch; warn if its loss is divided once more.

@@ -322,5 +322,4 @@ def _compute_chunk(
 
 @functools.cache
 def _compiled_chunk(backend: Backend) -> _Compute:
-    compiled: _Compute = torch.compile(_compute_chunk, backend=backend)
-    return compiled
+    return torch.compile(_compute_chunk, backend=backend)

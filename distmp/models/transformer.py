@@ -179,8 +179,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.groups != self.heads,
         )
-        output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
-        return output
+        return self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
 
 
 class FeedForward(nn.Module):
@@ -194,8 +193,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position independently, [..., dimension] -> [..., dimension]."""
         gate, up = self.gate_up(x).chunk(2, -1)
-        output: Tensor = self.down(F.silu(gate) * up)
-        return output
+        return self.down(F.silu(gate) * up)
 
 
 class TransformerBlock(nn.Module):
@@ -264,8 +262,7 @@ class Transformer(nn.Module):
         x = self.norm(x)
         if self.head is None:
             return project(x, self.embedding.weight, targets, self.loss_backend)
-        output: Tensor = self.head(x, targets)
-        return output
+        return self.head(x, targets)
 
 
 def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -304,8 +301,7 @@ def rotate(parts: Tensor, groups: int, cosine: Tensor, sine: Tensor) -> _Heads:
     """
     if not torch.compiler.is_compiling():
         tables = _cast_once(cosine, parts.dtype), _cast_once(sine, parts.dtype)
-        heads: _Heads = _Rotation.apply(parts, groups, *tables)
-        return heads
+        return _Rotation.apply(parts, groups, *tables)
     cosine, sine = cosine.to(parts.dtype), sine.to(parts.dtype)
     # The compiler makes one kernel of these.
     first, second = parts[:, :, :-groups].chunk(2, dim=-1)
@@ -318,8 +314,7 @@ def _cast_once(table: Any, dtype: torch.dtype) -> Tensor:
     """Return a table in a dtype; the blocks of a forward, also recomputed ones, share the cast."""
     if table.dtype != dtype and getattr(table, "cast", table).dtype != dtype:
         table.cast = table.to(dtype)
-    cast: Tensor = table if table.dtype == dtype else table.cast
-    return cast
+    return table if table.dtype == dtype else table.cast
 
 
 class _Rotation(torch.autograd.Function):

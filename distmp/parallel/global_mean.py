@@ -273,8 +273,7 @@ def global_mean(
         raise ConfigError("microbatches", microbatches, problem)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
-    loss: Tensor = MeanLoss.apply(loss_sum, value, inverse * divided_by)
-    return loss
+    return MeanLoss.apply(loss_sum, value, inverse * divided_by)
 
 
 class MeanLoss(torch.autograd.Function):
@@ -335,8 +334,7 @@ def _summed_in(loss: Tensor) -> torch.dtype:
     node: Any = loss.grad_fn
     if node is not None and node.name().startswith("ToCopyBackward"):
         (node, index), *_ = node.next_functions
-        dtype: torch.dtype = node._input_metadata[index].dtype
-        return dtype
+        return node._input_metadata[index].dtype
     return loss.dtype
 
 

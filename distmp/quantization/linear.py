@@ -123,8 +123,7 @@ def low_precision_linear(
     counts = state.counts if torch.is_grad_enabled() else None
     y: Tensor = _LowPrecisionLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, state, counts)
     # As in F.linear, the result is no view: FSDP loses its hook if a view is changed in place.
-    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
-    return result
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 class _LowPrecisionLinear(torch.autograd.Function):

@@ -179,8 +179,7 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
 
 def to_json(config: RunConfig) -> dict[str, Any]:
     """Return a configuration as nested dictionaries that JSON preserves."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    return values
+    return json.loads(json.dumps(asdict(config), default=str))
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
