@@ -289,8 +289,8 @@ MUTANTS = [
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "values = torch.where(condition.to(now.device, torch.bool), before, now)",
-        "values = before if condition else now",
+        "values = torch.where(condition.to(now.device, torch.bool), *both)",
+        "values = both[0] if condition else both[1]",
         REVERTED,
     ),
     Mutant(
