@@ -148,9 +148,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if rules is not None:
             self._switches.callback(_watch_steps(self))
             self.native_amp = True  # accelerate does not set it on the CPU
-            self.scaler = DeferredGradScaler(
-                self.device.type, rules, max_consecutive_skips=max_consecutive_skips
-            )
+            self.scaler = DeferredGradScaler(self.device.type, rules, max_consecutive_skips)
         self._follows = policy is None
         if not self._follows:
             self._switches.enter_context(product_switches(self.policy))

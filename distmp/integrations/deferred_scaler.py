@@ -24,23 +24,20 @@ class DeferredGradScaler(DistributedGradScaler):
     Args:
         device: Device type of the scale.
         rules: Rules of the loss scale.
-        max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
-            raises.
+        most_skips: Raise an error after this many skipped steps in a row; None never raises.
 
     Attributes:
         has_scaled_gradients: Whether `scale` was called since the last finished iteration.
     """
 
-    def __init__(
-        self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
-    ) -> None:
+    def __init__(self, device: str, rules: LossScaleConfig, most_skips: int | None) -> None:
         self._due = self.has_scaled_gradients = False
         numbers = asdict(rules)
         super().__init__(
             device,
             init_scale=numbers.pop("init"),
             static=not numbers.pop("dynamic"),
-            max_consecutive_skips=max_consecutive_skips,
+            max_consecutive_skips=most_skips,
             **numbers,
         )
 

@@ -231,11 +231,9 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         if unused := unused_rules(self.policy.loss_scale, loss_scale):
             logger.warning("precision %s: %s", self.policy.name, unused)
         rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
-        self.scaler = (
-            DeferredGradScaler(self.device, rules, max_consecutive_skips=max_consecutive_skips)
-            if rules is not None
-            else None
-        )
+        self.scaler: DeferredGradScaler | None = None
+        if rules is not None:
+            self.scaler = DeferredGradScaler(self.device, rules, max_consecutive_skips)
         # Clips gradients that are unscaled already.
         self._clipper = DistributedGradScaler(self.device, enabled=False)
         self._weights = StepWeights()

@@ -101,10 +101,8 @@ class TrainerMixin(_TrainerBase):
         **arguments: Any,
     ) -> None:
         self._requested_policy = policy
-        self._scaler_arguments: dict[str, Any] = {
-            "loss_scale": loss_scale,
-            "max_consecutive_skips": max_consecutive_skips,
-        }
+        rules = {"loss_scale": loss_scale, "max_consecutive_skips": max_consecutive_skips}
+        self._build_accelerator = functools.partial(_TrainerAccelerator, policy, **rules)
         # The weight of each mean loss, 0-dim FP32, and the number of its labels, if any.
         self._microbatches: deque[tuple[Tensor, Tensor | None]] = deque()
         self._ended_iterator: Iterator[Any] | None = None
@@ -123,10 +121,7 @@ class TrainerMixin(_TrainerBase):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, as the trainer does, but of distmp's class."""
         _check_precision(self.args, self._requested_policy)
-        build = functools.partial(
-            _TrainerAccelerator, self._requested_policy, **self._scaler_arguments
-        )
-        with mock.patch.object(transformers.trainer, "Accelerator", build):
+        with mock.patch.object(transformers.trainer, "Accelerator", self._build_accelerator):
             super().create_accelerator_and_postprocess()
         problem = (
             f"{type(self).__name__} creates its accelerator in another way; use a trainer of"
@@ -275,22 +270,15 @@ class _TrainerAccelerator(Accelerator):
         averages_losses: Whether the next loss should be a mean of several, which is checked.
     """
 
-    def __init__(
-        self,
-        policy: PolicyLike | None,
-        *,
-        max_consecutive_skips: int | None,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, policy: PolicyLike | None, **arguments: Any) -> None:
         if policy is not None:
             arguments["mixed_precision"] = None
-        super().__init__(policy, max_consecutive_skips=max_consecutive_skips, **arguments)
+        super().__init__(policy, **arguments)
         self.loss_weight: Tensor | float | None = None
         self.averages_losses = False
         if self.scaler is None:
-            self.scaler = DeferredGradScaler(
-                self.device.type, _UNSCALED, max_consecutive_skips=max_consecutive_skips
-            )
+            most_skips = arguments["max_consecutive_skips"]
+            self.scaler = DeferredGradScaler(self.device.type, _UNSCALED, most_skips)
 
     def backward(self, loss: Tensor, **arguments: Any) -> None:
         """Run backward on the weighted loss."""
