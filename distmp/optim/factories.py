@@ -130,11 +130,8 @@ def weight_decay_groups(
     """Return parameter groups: matrices with weight decay, vectors (biases, norms) without."""
     matrices = [entry for entry in named_parameters if entry[1].dim() >= 2]
     vectors = [entry for entry in named_parameters if entry[1].dim() < 2]
-    groups = (
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    )
-    return [group for group in groups if group["params"]]
+    decays = ((matrices, weight_decay), (vectors, 0.0))
+    return [{"params": part, "weight_decay": decay} for part, decay in decays if part]
 
 
 def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
@@ -154,14 +151,12 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         problem = f"is more than the run has after its warm-up; use at most {most}"
         decay = config.decay_steps
         require((decay or 0) <= most, "schedule.decay_steps", decay, problem)
-        return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
+        return partial(_with_warmup, config, steps, partial(_shape, config))
     problem = f"{nearest(config.name, SHAPES)}, or write an import path 'module:callable'"
     require(":" in config.name, "schedule.name", config.name, problem)
     build = load_callable("schedule.name", config.name)
 
-    def imported(
-        optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
-    ) -> lr_scheduler.LRScheduler:
+    def imported(optimizer: torch.optim.Optimizer, steps: int) -> lr_scheduler.LRScheduler:
         try:
             scheduler: lr_scheduler.LRScheduler = build(optimizer, **config.options)
         except ERRORS as error:
@@ -170,7 +165,7 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         _check_end(scheduler, config, steps)
         return scheduler
 
-    return lambda optimizer: _with_warmup(optimizer, config, steps, imported)
+    return partial(_with_warmup, config, steps, imported)
 
 
 def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int) -> None:
@@ -181,23 +176,23 @@ def _check_end(scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, step
 
 
 def _with_warmup(
-    optimizer: torch.optim.Optimizer,
     config: ScheduleConfig,
     steps: int,
-    main: Callable[[torch.optim.Optimizer, ScheduleConfig, int], lr_scheduler.LRScheduler],
+    main: Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler],
+    optimizer: torch.optim.Optimizer,
 ) -> lr_scheduler.LRScheduler:
     warmup_steps = config.warmup(steps)
     if warmup_steps == 0:
-        return main(optimizer, config, steps)
+        return main(optimizer, steps)
     warmup = lr_scheduler.LinearLR(
         optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps
     )
-    rest = main(optimizer, config, max(1, steps - warmup_steps))
+    rest = main(optimizer, max(1, steps - warmup_steps))
     return lr_scheduler.SequentialLR(optimizer, [warmup, rest], [warmup_steps])
 
 
 def _shape(
-    optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
+    config: ScheduleConfig, optimizer: torch.optim.Optimizer, steps: int
 ) -> lr_scheduler.LRScheduler:
     if config.name == "cosine":
         # Not CosineAnnealingLR: its minimum is the same for groups with different peaks.
