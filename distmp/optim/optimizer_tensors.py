@@ -22,6 +22,7 @@ from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
 from distmp.optim.state import inherits_step
 from distmp.precision.policy import PrecisionPolicy
+from distmp.scaling import local_gradients
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import version_counters
 
@@ -200,8 +201,7 @@ class OptimizerTensors:
             self._groups = optimizer.param_groups
 
     def _tensor_ids(self) -> list[int]:
-        groups = self.optimizer.param_groups
-        return list(map(id, chain.from_iterable(group["params"] for group in groups)))
+        return list(map(id, local_gradients.parameters(self.optimizer)))
 
     def _gradient_ids(self) -> list[int]:
         """Return what changes if other code assigns a gradient that the optimizer does not read."""
@@ -226,13 +226,9 @@ class OptimizerTensors:
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
     names = {id(tensor): name for name, tensor in parameters}
-    counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
-    foreign = [
-        f"one of shape {tuple(tensor.shape)}"
-        for group in optimizer.param_groups
-        for tensor in group["params"]
-        if id(tensor) not in names
-    ]
+    held = [*local_gradients.parameters(optimizer)]
+    counts = Counter(map(id, held))
+    foreign = [f"one of shape {tuple(each.shape)}" for each in held if id(each) not in names]
     if foreign:
         problem = (
             f"updates {len(foreign)} tensors that the engine does not train ({listed(foreign)}), "
@@ -323,16 +319,12 @@ def build_on_shards(
         id(placeholder): shard
         for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
     }
-    groups: list[dict[str, Any]] = [
-        {**group, "params": [shard_of[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    for group in optimizer.param_groups:
+        group["params"] = [shard_of[id(parameter)] for parameter in group["params"]]
     if optimizer.state:  # some, such as Adagrad, create it immediately, with the wrong shape
-        for group in groups:
+        for group in optimizer.param_groups:
             group.pop("param_names", None)
-        return type(optimizer)(groups, **optimizer.defaults)
-    for group, replaced in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = replaced["params"]
+        return type(optimizer)(optimizer.param_groups, **optimizer.defaults)
     return optimizer
 
 

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from distmp.errors import CheckpointError, listed, require
 from distmp.optim.adamw import AdamW
 from distmp.optim.muon import Muon
+from distmp.precision.policy import SIXTEEN_BIT
+from distmp.scaling.local_gradients import parameters
 from distmp.utils.flat_shard import FlatShard, global_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
@@ -69,16 +71,12 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
 
 def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the kind of parameters that the optimizer's fused kernel does not support, if any."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A DTensor is such a subclass; importing DTensor for the check would take half a second.
-    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and any(
-        is_traceable_wrapper_subclass(parameter) for parameter in parameters
-    ):
+    is_sharded = any(map(is_traceable_wrapper_subclass, parameters(optimizer)))
+    if is_sharded and not isinstance(optimizer, FUSED_WHEN_SHARDED):
         return "sharded"
-    if isinstance(optimizer, torch.optim.SGD) and any(
-        parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
-        for parameter in parameters
-    ):
+    on_cpu = {each.dtype for each in parameters(optimizer) if each.device.type == "cpu"}
+    if isinstance(optimizer, torch.optim.SGD) and not on_cpu.isdisjoint(SIXTEEN_BIT):
         return "16-bit"
     return None
 
