@@ -124,15 +124,17 @@ class _Slot:
 
     name: str
     parameter: nn.Parameter
-    strides: tuple[int, ...]
     bucket: int
     index: int
-    target: Tensor
     starts_at_zero: bool
     has_gradient: bool = False
     hook_id: int = 0
     computed: list[bool] | None = None
     added_to: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.strides = self.parameter.stride()
+        self.target: Tensor = self.parameter
 
 
 class Fp32GradBuckets:
@@ -509,15 +511,7 @@ class Fp32GradBuckets:
                 # On a GPU, one launch copies many gradients, and each addition is a launch.
                 small = layout.device.type == "cpu" and parameter.numel() <= SMALL_ELEMENTS
                 added = small and self._sums is None
-                slot = _Slot(
-                    name=name,
-                    parameter=parameter,
-                    strides=parameter.stride(),
-                    bucket=bucket,
-                    index=next(index),
-                    target=parameter,
-                    starts_at_zero=added,
-                )
+                slot = _Slot(name, parameter, bucket, next(index), starts_at_zero=added)
                 hook = _hook(weakref.ref(self), weakref.ref(slot))
                 slot.hook_id = parameter.register_post_accumulate_grad_hook(hook).id
                 yield slot
