@@ -587,11 +587,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
             return
         counts = self._init_counts
         loss_scale = LossScale(self._rules, dev)
-        loss_scale.value = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        loss_scale.clean_steps = torch.full_like(loss_scale.clean_steps, self._init_growth_tracker)
-        loss_scale.overflows_in_a_row = torch.full_like(
-            loss_scale.clean_steps, counts.overflows_in_a_row
-        )
+        loss_scale.value.fill_(self._init_scale)
+        loss_scale.clean_steps.fill_(self._init_growth_tracker)
+        loss_scale.overflows_in_a_row.fill_(counts.overflows_in_a_row)
         self._skips = torch.tensor([counts.consecutive_skips, counts.total_skips], device=dev)
         self._loss_scale = loss_scale
         self._scale, self._growth_tracker = loss_scale.value, loss_scale.clean_steps
