@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class _Pending:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Saves the state of a run when it is due, one save at a time.
 
@@ -80,32 +81,23 @@ class CheckpointWriter:
         best_step: Step of the best checkpoint so far, see `Retention`; None for none.
     """
 
-    def __init__(
-        self,
-        settings: CheckpointConfig,
-        directory: Path,
-        world: World,
-        *,
-        timeout_seconds: float,
-        log: Callable[[str], None],
-        on_saved: Callable[[int, float], object] = lambda step, seconds: None,
-        permit: Callable[[], None] = lambda: None,
-        overwrite: bool = False,
-    ) -> None:
-        self._settings = settings
-        self._retention = Retention(settings.keep, settings.keep_every)
-        self._directory = directory
-        self._world = world
-        self._log = log
-        self._on_saved = on_saved
-        self._permit = permit
-        self._overwrite = overwrite
+    settings: CheckpointConfig
+    directory: Path
+    world: World
+    _: KW_ONLY
+    timeout_seconds: float
+    log: Callable[[str], None]
+    on_saved: Callable[[int, float], object] = lambda step, seconds: None
+    permit: Callable[[], None] = lambda: None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        self._retention = Retention(self.settings.keep, self.settings.keep_every)
         self.saved_step: int | None = None
         self.best_step: int | None = None
         self._failure: str | None = None
         self._pending: _Pending | None = None
         self._buffers = HostBuffers()
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._group: dist.ProcessGroup | None = None
 
     def redirect(self, directory: Path, retention: Retention) -> None:
@@ -116,7 +108,7 @@ class CheckpointWriter:
             retention: The rules that select the checkpoints to keep.
         """
         self.finish()
-        self._directory, self._retention = directory, retention
+        self.directory, self._retention = directory, retention
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the updates of `optimizer` wait for a pending copy of the state."""
@@ -138,7 +130,7 @@ class CheckpointWriter:
         Also reports a save that has failed in the meantime.
         """
         self.report()
-        every = self._settings.every
+        every = self.settings.every
         return every > 0 and step % every == 0
 
     def save(
@@ -171,24 +163,24 @@ class CheckpointWriter:
         """
         write = functools.partial(
             saving.save,
-            self._directory,
+            self.directory,
             step,
             numbers=copy.deepcopy(numbers),  # a loop may append to a list while a thread writes
             keep=replace(self._retention, best=self.best_step),
-            permit=self._permit,
+            permit=self.permit,
             finite=held,
             health=health,
         )
-        if wait or not self._settings.asynchronous:
+        if wait or not self.settings.asynchronous:
             self._save_now(step, tensors, write)
             return
-        if self._world.group is not None and self._group is None:
+        if self.world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
         # From these, each rank determines what it writes.
         shared = {n: t for n, t in sorted(tensors.items()) if not isinstance(t, FlatShard)}
         described = {name: describe_tensor(tensor) for name, tensor in shared.items()}
-        written = written_here(tensors, self._world.rank, self._world.world_size)
+        written = written_here(tensors, self.world.rank, self.world.world_size)
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
@@ -201,7 +193,7 @@ class CheckpointWriter:
 
     def _save_now(self, step: int, tensors: dict[str, Tensor], write: Callable[..., Path]) -> None:
         self.finish()
-        if self.saved_step == step and not self._overwrite:
+        if self.saved_step == step and not self.overwrite:
             return
         started = time.perf_counter()
         problem = None
@@ -246,8 +238,9 @@ class CheckpointWriter:
             raise CheckpointError(f"{failure}; {self._last_saved()}")
 
     def __enter__(self) -> CheckpointWriter:
-        if self._settings.asynchronous and self._world.group is not None:
-            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        if self.settings.asynchronous and self.world.group is not None:
+            timeout = timedelta(seconds=self.timeout_seconds)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
@@ -265,12 +258,12 @@ class CheckpointWriter:
         described: dict[str, str],
     ) -> None:
         """Write a snapshot, in the writing thread."""
-        goal = f"save {storage.final_path(self._directory, pending.step)}"
+        goal = f"save {storage.final_path(self.directory, pending.step)}"
         started = time.perf_counter()
         try:
             lower_priority()
-            if self._world.device.type == "cuda":  # a new thread uses the first device
-                torch.cuda.set_device(self._world.device)
+            if self.world.device.type == "cuda":  # a new thread uses the first device
+                torch.cuda.set_device(self.world.device)
             tensors = storage.all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
             check_same(group, torch.device("cpu"), described)
             write(tensors, group=group)
@@ -291,7 +284,7 @@ class CheckpointWriter:
         pending.thread.join(timeout)
         self._pending = None
         if pending.thread.is_alive():
-            self._log(f"the checkpoint of step {pending.step} was not finished")
+            self.log(f"the checkpoint of step {pending.step} was not finished")
             return
         self._record(pending.step, pending.problem, pending.seconds)
 
@@ -300,18 +293,18 @@ class CheckpointWriter:
         self._failure = problem
         if problem is None:
             self.saved_step = step
-            self._on_saved(step, seconds)
+            self.on_saved(step, seconds)
             return
-        if self._world.rank == 0:
+        if self.world.rank == 0:
             self._discard(step)
         # Also logged when the process ends, after the last step.
-        self._log(f"NOT SAVED: {problem}; {self._last_saved()}")
+        self.log(f"NOT SAVED: {problem}; {self._last_saved()}")
 
     def _discard(self, step: int) -> None:
         """Remove the files of a failed save: other files of the run may need their space."""
         with contextlib.suppress(DistmpError):
-            self._permit()
-            saving.discard(self._directory, step)
+            self.permit()
+            saving.discard(self.directory, step)
 
     def _last_saved(self) -> str:
         if self.saved_step is None:
