@@ -113,11 +113,8 @@ def summarize(statistics: MatmulStatistics) -> dict[str, dict[str, Any]]:
         on this rank; "most_saturated" and "most_underflowed", the "layer" with the largest "share",
         or None if all shares are 0.
     """
-    values = statistics.read()
-    summaries = {
-        operand: _summary(values[:, index], statistics.layers)
-        for index, operand in enumerate(OPERANDS)
-    }
+    by_operand = zip(OPERANDS, statistics.read().unbind(1), strict=True)
+    summaries = {operand: _summary(part, statistics.layers) for operand, part in by_operand}
     return {operand: summary for operand, summary in summaries.items() if summary}
 
 
