@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 
 from distmp.masking import masked, masked_text
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 # Number of names in a message.
@@ -119,7 +120,7 @@ class SetupError(DistmpError):
 
     def __init__(self, messages: dict[int, str], exit_code: int) -> None:
         self.exit_code = exit_code
-        by_message = ranks_by_value(messages)
+        by_message = keys_by_value(messages)
         if len(by_message) == 1:
             super().__init__(next(iter(by_message)))
         else:
@@ -178,12 +179,12 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """Group values by rank into ranks by value; both keep the order of `values`."""
-    ranks: dict[Value, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ranks
+def keys_by_value(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
+    """Group keys, such as ranks, by their value; both keep the order of `values`."""
+    keys: dict[Value, list[Key]] = {}
+    for key, value in values.items():
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
 def rank_names(ranks: Collection[int]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed.failing_together import Ranks
-from distmp.errors import ConfigError, TrainingError, listed, rank_names, ranks_by_value
+from distmp.errors import ConfigError, TrainingError, keys_by_value, listed, rank_names
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.host_copy import cpu_number
 from distmp.utils.tensor_trees import tensors_in
@@ -128,7 +128,7 @@ def differences(
         absent: Value of a rank that does not have a name.
     """
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):
-        by_value = ranks_by_value({r: values.get(name, absent) for r, values in by_rank.items()})
+        by_value = keys_by_value({r: values.get(name, absent) for r, values in by_rank.items()})
         if len(by_value) > 1:
             yield name, by_value
 

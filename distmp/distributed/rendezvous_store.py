@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed.limits import ARRIVAL_SECONDS, STORE_SECONDS
 from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment, read_integer
-from distmp.errors import DistmpError, listed, rank_names, ranks_by_value
+from distmp.errors import DistmpError, keys_by_value, listed, rank_names
 
 # Other modules import these from here.
 __all__ = ["HashStore", "PrefixStore", "Store"]
@@ -267,7 +267,7 @@ class Agreement:
     def _missing(self) -> str:
         """Name the missing ranks, with their machines."""
         ranks = [rank for rank in range(self._world_size) if not self._has_come(rank)]
-        places = ranks_by_value({rank: self._place(rank) for rank in ranks})
+        places = keys_by_value({rank: self._place(rank) for rank in ranks})
         named = [f"{rank_names(ranks)} on {place}" for place, ranks in places.items()]
         return listed(named) or "ranks whose place other processes have taken"
 

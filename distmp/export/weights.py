@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError, keys_by_value, listed
 from distmp.export.files import INDEX
 from distmp.models import adapters
 from distmp.models.architecture import TRANSFORMER, read, rebuild
@@ -175,9 +175,7 @@ class StoredWeights:
         places = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not places:
             raise self._index_error("has no 'weight_map' with the file of each tensor")
-        names: dict[str, list[str]] = {}
-        for name, file in places.items():
-            names.setdefault(str(file), []).append(name)
+        names = keys_by_value({name: str(file) for name, file in places.items()})
         here = {file.name for file in self.path.iterdir() if file.is_file()}
         if absent := sorted(names.keys() - here):
             raise self._index_error(f"names files that are not in the directory: {listed(absent)}")
@@ -257,13 +255,12 @@ def misfits(state: State, weights: StoredWeights) -> Iterator[str]:
         ConfigError: If they cannot be read.
     """
     stored = weights.shapes()
+    shared = sorted(stored.keys() & state.keys())
     # A tied weight has several names and needs one of them.
-    filled: dict[int, list[str]] = {}
-    for name in sorted(stored.keys() & state.keys()):
-        filled.setdefault(id(state[name]), []).append(name)
+    filled = keys_by_value({name: id(state[name]) for name in shared})
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
     unknown = [name for name in stored if name not in state and weights.name is None]
-    wanted = {name: [*global_shape(state[name])] for name in stored.keys() & state.keys()}
+    wanted = {name: [*global_shape(state[name])] for name in shared}
     shapes = [
         f"{name} {stored[name]} for {shape}"
         for name, shape in wanted.items()

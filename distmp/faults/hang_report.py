@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from distmp.distributed.rank_monitor import RankStatus
-from distmp.errors import rank_names, ranks_by_value
+from distmp.errors import keys_by_value, rank_names
 
 # Number of ranks whose stack is shown.
 MAX_SHOWN = 4
@@ -178,7 +178,7 @@ def _silent(rank: int, process: SilentRank, world_size: int) -> str:
 
 def _waiting(waiting: Answers) -> list[str]:
     """Return a line for each place, with the ranks that wait there."""
-    by_place = ranks_by_value({rank: _waits(answer) for rank, answer in waiting.items()})
+    by_place = keys_by_value({rank: _waits(answer) for rank, answer in waiting.items()})
     return [
         f"  {rank_names(ranks)} {'waits' if len(ranks) == 1 else 'wait'}{where}"
         for where, ranks in by_place.items()

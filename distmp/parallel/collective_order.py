@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from distmp.distributed import rank_monitor
 from distmp.distributed.rank_monitor import RankMonitor, RankStatus, Statuses
 from distmp.distributed.world import World
-from distmp.errors import TrainingError, rank_names, ranks_by_value
+from distmp.errors import TrainingError, keys_by_value, rank_names
 
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches", "next"]
 
@@ -228,7 +228,7 @@ class _Waiting:
 def _describe_all(by_rank: Mapping[int, str]) -> str:
     return "ranks run different code: " + ", ".join(
         f"{rank_names(ranks)} {'are' if len(ranks) > 1 else 'is'} about to {collective}"
-        for collective, ranks in ranks_by_value(dict(sorted(by_rank.items()))).items()
+        for collective, ranks in keys_by_value(dict(sorted(by_rank.items()))).items()
     )
 
 

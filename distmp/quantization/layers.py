@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distmp.errors import listed
+from distmp.errors import keys_by_value, listed
 from distmp.precision.policy import PrecisionPolicy
 from distmp.precision.stochastic import parameter_id
 from distmp.quantization import linear
@@ -79,9 +79,7 @@ class LowPrecisionLayers:
 
     def describe(self) -> str:
         """Return which layers have low-precision matmuls, and why others do not, as text."""
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.high_precision.items():
-            reasons.setdefault(reason, []).append(name)
+        reasons = keys_by_value(self.high_precision)
         count = f"{len(self.modules)} of {len(self.modules) + len(self.high_precision)}"
         text = f"{count} linear layers have low-precision matmuls, {self.backend}"
         others = [f"{listed(names)} ({reason})" for reason, names in reasons.items()]

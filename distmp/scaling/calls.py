@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.distributed.comparison import FINGERPRINT_BITS, hyperparameters
-from distmp.errors import rank_names, ranks_by_value
+from distmp.errors import keys_by_value, rank_names
 from distmp.scaling.local_gradients import parameters
 from distmp.utils.tensor_trees import checksum
 
@@ -224,7 +224,7 @@ def _different_order(
         for one, other in zip(orders[first], orders[second], strict=False)
     ):
         return None
-    by_rank = ranks_by_value({rank: _join(order) for rank, order in orders.items()})
+    by_rank = keys_by_value({rank: _join(order) for rank, order in orders.items()})
     named = ", but ".join(f"{order} on {rank_names(ranks)}" for order, ranks in by_rank.items())
     call = next(iter(decisions.values())).call
     return f"ranks use their optimizers in a different order: {call} is {named}; {ADVICE}"
@@ -234,7 +234,7 @@ def _by_rank(calls: Mapping[int, str]) -> str:
     """Join the calls of ranks, each text once: "rank 0 calls A, ranks 1 and 2 call B"."""
     return ", ".join(
         f"{rank_names(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
-        for call, ranks in ranks_by_value(calls).items()
+        for call, ranks in keys_by_value(calls).items()
     )
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distmp.distributed.failing_together import Ranks
-from distmp.errors import rank_names, ranks_by_value, require
+from distmp.errors import keys_by_value, rank_names, require
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
@@ -324,7 +324,7 @@ class Audit:
         checked = functools.partial(checksum, first=None)
         sums = {n: checked([step.state[n] for step in self._steps]) for n in trained}
         of_ranks = ranks.gather((checked(inputs), sums))
-        for same in ranks_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
+        for same in keys_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))

@@ -32,7 +32,7 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import PrefixStore, Store
 from distmp.distributed.world import World, join
-from distmp.errors import LISTED, ConfigError, SetupError, rank_names, ranks_by_value
+from distmp.errors import LISTED, ConfigError, SetupError, keys_by_value, rank_names
 from distmp.training.run_inputs import CODE, DATA, ENVIRONMENT, inputs
 from distmp.utils.processes import holds_within
 from distmp.utils.settings import digest, value_text
@@ -158,7 +158,7 @@ def _differing(
     digests = ranks.gather("digests", {kind: digest(values) for kind, values in own.items()})
     for kind in digests[0]:
         with_kind = {rank: every[kind] for rank, every in enumerate(digests) if kind in every}
-        groups = [*ranks_by_value(with_kind).values()]
+        groups = [*keys_by_value(with_kind).values()]
         if len(groups) > 1:
             publishes = ranks.rank in [group[0] for group in groups]
             published = ranks.gather(kind, own[kind] if publishes else None)
