@@ -159,8 +159,10 @@ def _holding(directory: Path) -> Path:
         elsewhere = None if inside.is_dir() else flat(read_yaml(config)).get("checkpoint.path")
     except ConfigError:  # of another program
         return directory
-    # As the run, which keeps the name of a link.
-    return Path(elsewhere) / Path(os.path.abspath(directory)).name if elsewhere else inside
+    # A run keeps the name of a link; another link may lead to its directory.
+    names = Path(os.path.abspath(directory)).name, directory.resolve().name
+    places = [Path(elsewhere) / name for name in names] if elsewhere else [inside]
+    return next(filter(Path.is_dir, places), places[0])
 
 
 def newest_healthy(directory: Path) -> Path | None:

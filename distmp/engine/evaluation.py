@@ -95,7 +95,8 @@ class MetricSums:
                 warnings.warn(text, RuntimeWarning, stacklevel=6)
         values = torch.stack(rows)
         # The mean of nothing may be NaN.
-        values[1:] = torch.where(values[1:, 1:] == 0, 0.0, values[1:])
+        is_nothing = (values[:, 1:] == 0) & values.isnan()
+        values[1:] = torch.where(is_nothing[1:], 0.0, values[1:])
         # A mean with negative weights would be wrong, but look plausible.
         self._total += torch.where(values[:, 1:] < 0, math.nan, values)
 

@@ -132,8 +132,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     Args:
         model: Any module.
         patterns: Patterns with `*` and `?` for class names or module names. If empty, blocks are
-            the modules whose class is in the model's `_no_split_modules` (Hugging Face), without
-            tied embeddings, otherwise the entries of its outermost module lists.
+            the list entries whose class is in the model's `_no_split_modules` (Hugging Face), or
+            all entries of its outermost module lists; with them, modules of these classes outside
+            of lists that have no tied parameter.
 
     Raises:
         ConfigError: If a pattern matches no module with parameters.
@@ -143,17 +144,18 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
+    found = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
+    # Some models name parts of their layers only.
+    layers = {id(part) for name, part in found.items() if name.split(".")[-1].isdigit()}
+    layers = layers or {id(part) for part in _entries_of_lists(model)}
+    # Encoders name their embeddings, too. A tied one is used outside of its module.
     tied = tied_parameters(model)
-    blocks = {
-        name: part
-        for name, part in _candidates(model)
-        if type(part).__name__ in unsplit
-        # Encoders name their embeddings, too. A tied one is used outside of its module.
-        and (name.split(".")[-1].isdigit() or tied.isdisjoint(part.parameters()))
+    others = {
+        id(part)
+        for name, part in found.items()
+        if not any(map(str.isdigit, name.split("."))) and tied.isdisjoint(part.parameters())
     }
-    # An entry of several lists has one name, as in `named_modules`.
-    entries = {id(part) for part in _entries_of_lists(model)}
-    return blocks or {name: part for name, part in _candidates(model) if id(part) in entries}
+    return {name: part for name, part in _candidates(model) if id(part) in layers | others}
 
 
 def prepare_blocks(

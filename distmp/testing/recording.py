@@ -134,6 +134,7 @@ class Step:
         max_norm: What gradients were clipped to.
         norm: Their norm before; None if it was not seen.
         is_clipped_apart: Whether parts of them were.
+        has_clamped: Whether any tensor was clamped in place.
     """
 
     collectives: Counter[str]
@@ -148,6 +149,7 @@ class Step:
     max_norm: float | None = None
     norm: float | None = None
     is_clipped_apart: bool = False
+    has_clamped: bool = False
 
     def end(self, *, joins: bool) -> int:
         """Assign losses to forwards, and forget forwards without backward; return their number.
@@ -252,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
         self._is_probing = False
-        if not step.gradients and _CLAMPS.fullmatch(getattr(func, "__name__", "")):
+        if not step.gradients and running is None and self._may_clip(func, args):
             held = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
             pairs = itertools.product(map(_local, tensors_in(args[:1])), held)
             step.is_clipped_apart |= any(itertools.starmap(torch._C._is_alias_of, pairs))  # type: ignore[attr-defined]
@@ -271,6 +273,15 @@ class _Recorder(TorchFunctionMode):
             result.register_hook(functools.partial(self._receive, loss))
             step.losses.append(loss)
         return result
+
+    def _may_clip(self, func: Any, args: Any) -> bool:
+        """Return whether a function clamps its first argument, or writes what was clamped to it."""
+        step, name = self._step, getattr(func, "__name__", "")
+        is_clamp = bool(_CLAMPS.fullmatch(name))
+        step.has_clamped |= is_clamp
+        assigns = name == "__set__" and isinstance(args[1], Tensor)
+        step.is_clipped_apart |= step.has_clamped and assigns
+        return is_clamp or (step.has_clamped and name in ("copy_", "mul_"))
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a forward."""

@@ -25,8 +25,10 @@ class Section:
 
     _section = ""
 
-    def __init_subclass__(cls, section: str = "") -> None:
-        cls._section = f"{section}." if section else ""
+    def __init_subclass__(cls, section: str = "", **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if section:
+            cls._section = f"{section}."
 
     def _require(self, valid: bool, name: str, problem: str) -> None:
         """Refuse the value of a setting unless it is valid; see `distmp.errors.require`."""

@@ -316,7 +316,8 @@ class _Fake(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.ended:
-            fake = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, FakeTensor))
+            leaves = pytree.tree_leaves((args, kwargs))
+            fake = next(leaf for leaf in leaves if isinstance(leaf, FakeTensor))
             problem = "was made by the constructor outside of the module; register it as a buffer"
             raise ConfigError("model", f"tensor of shape {tuple(fake.shape)}", problem)
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -125,6 +125,8 @@ def test_resume_from_path(tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(run)
     (of_link,) = save(tmp_path / "disk" / "linked", 5)
     assert resolved(str(tmp_path / "linked"), elsewhere) == of_link
+    (tmp_path / "latest").symlink_to(run)
+    assert resolved(str(tmp_path / "latest"), elsewhere) == on_disk
     (run / "config.yaml").write_text("- !of_another_program x\n")
     with pytest.raises(ConfigError, match="contains none"):
         resolved(str(run), elsewhere)

@@ -69,6 +69,16 @@ def test_classes_that_the_model_does_not_split_come_first() -> None:
     model.head.weight = model.embeddings.weight
     blocks.remove("embeddings")
     assert list(find_blocks(model)) == blocks
+    model.stages = nn.ModuleDict({"first": Layer()})
+    assert list(find_blocks(model)) == [*blocks, "stages.first"]
+    del model.stages
+    model._no_split_modules = ("ModuleList",)  # which is never called
+    blocks = ["heads.0", "model.layers.0", "model.layers.1"]
+    assert list(find_blocks(model)) == blocks
+    for layer in model.model.layers:
+        layer.attention = nn.Bilinear(2, 2, 2)
+    model._no_split_modules = ("Bilinear",)  # a part of each layer
+    assert list(find_blocks(model)) == blocks
     model._no_split_modules = None
     assert list(find_blocks(model)) == ["heads.0", "model.layers.0", "model.layers.1"]
 

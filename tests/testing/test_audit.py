@@ -848,7 +848,17 @@ def test_parts_that_are_clipped_separately_are_not_decided() -> None:
         for parameter in model.parameters():
             parameter.grad.data.clamp_(-0.01, 0.01)
 
-    for clip in (clip_some, clip_each, clip_one, clip_values, clamp):
+    def adapt(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            limit = parameter.detach().norm().clamp_(min=1e-3).mul_(0.01)
+            factor = limit / parameter.grad.norm().clamp(min=1e-6)
+            parameter.grad.copy_(parameter.grad * factor.clamp(max=1.0))
+
+    def assign(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone().clamp_(-0.01, 0.01)
+
+    for clip in (clip_some, clip_each, clip_one, clip_values, clamp, adapt, assign):
         report = audited(Labelled(), token_mean, clip)
         assert report.exit_code == 2
         assert "it is clipped in parts, by value or with others" in report.undecided[0]

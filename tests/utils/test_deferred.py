@@ -432,3 +432,5 @@ def test_tensor_outside_of_the_module_is_named_when_it_is_used() -> None:
     )
     with pytest.raises(ConfigError, match=r"model = 'tensor of shape \(3,\)': was made by the con"):
         engine.step([torch.ones(2, 3)])
+    with pytest.raises(ConfigError, match="was made by the constructor"):
+        torch.mul(torch.ones(3), 2, out=kept[0])
