@@ -237,8 +237,7 @@ class BufferValues:
         # All buffers: torch writes running statistics without incrementing a tensor's version.
         for batch in self._batches.current():
             now, before = _flat(batch), _flatten_dense_tensors(self._before(batch))
-            # Bytes, because torch 2.10 does not select among values of every dtype.
-            both = before.view(torch.uint8), now.view(torch.uint8)
+            both = as_sent(before), as_sent(now)  # torch 2.10 selects no uint16
             values = torch.where(condition.to(now.device, torch.bool), *both)
             _write(batch, _parts(batch, values.view(now.dtype)))
 
