@@ -39,7 +39,7 @@ class DivergenceConfig(Section, section="divergence"):
     """Number of steps at the start of training that are never spikes."""
 
     def __post_init__(self) -> None:
-        check_types(self, "divergence")
+        check_types(self)
         self._require(0 < self.threshold < math.inf, "threshold", "use a number above 0")
         self._require(self.warmup_steps >= 1, "warmup_steps", "use 1 or more steps")
 
@@ -81,7 +81,7 @@ class EmaConfig(Section, section="ema"):
     like the weights."""
 
     def __post_init__(self) -> None:
-        check_types(self, "ema")
+        check_types(self)
         self._require(0 <= self.decay < 1, "decay", "use a number from 0 to below 1, such as 0.999")
 
 
@@ -105,7 +105,7 @@ class PrecisionPhase(Section, section=PHASES):
     """The policy, which differs from that of the run only in forward, grad and wgrad."""
 
     def __post_init__(self) -> None:
-        check_types(self, PHASES)
+        check_types(self)
         self._require(self.until_tokens > 0, "until_tokens", "use a number above 0, or .inf")
 
 

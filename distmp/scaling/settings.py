@@ -48,7 +48,7 @@ class LossScaleConfig(Section, section="precision.loss_scale"):
     """Upper limit of the scale."""
 
     def __post_init__(self) -> None:
-        check_types(self, "precision.loss_scale")
+        check_types(self)
         for name in ("init", "min_scale", "max_scale"):
             valid = SMALLEST_LOSS_SCALE <= getattr(self, name) <= LARGEST_LOSS_SCALE
             self._require(valid, name, "use a number from 2^-126 to 2^126")

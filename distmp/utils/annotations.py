@@ -35,15 +35,14 @@ class Section:
         require(valid, f"{self._section}{name}", getattr(self, name), problem)
 
 
-def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> None:
+def check_types(config: Any, skip: Collection[str] = ()) -> None:
     """Check that the values of a dataclass instance have the annotated types.
 
     It is for objects built in Python; `distmp.utils.settings.from_mapping` checks values from
     files. NumPy scalars count as Python numbers.
 
     Args:
-        config: The dataclass instance.
-        section: Dotted name of its section, for messages.
+        config: The dataclass instance; a message names the `Section` that it is.
         skip: Names of fields that are checked elsewhere.
 
     Raises:
@@ -55,7 +54,7 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
         value = getattr(config, name)
         members = members_of(annotation)
         if not any(_has_type(member, value) for member in members):
-            setting = f"{section}.{name}" if section else name
+            setting = f"{getattr(config, '_section', '')}{name}"
             allowed = " or ".join(map(_expected_in_python, members))
             raise ConfigError(setting, value, f"must be {allowed}{hint(annotation, value)}")
 
