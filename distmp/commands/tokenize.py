@@ -25,7 +25,7 @@ from distmp.data import token_metadata
 from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.errors import ConfigError, require
 from distmp.models import huggingface_files
-from distmp.utils.files import visible_files
+from distmp.utils.files import expanded, visible_files
 from distmp.utils.imports import require_package
 from distmp.utils.processes import granted_cores
 from distmp.utils.settings.command_line import Parser
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     arguments = _parse(argv)
     require(arguments.workers >= 1, "--workers", arguments.workers, "use 1 or more processes")
     encoder = load_encoder(arguments.tokenizer)
-    directory = Path(os.path.expanduser(arguments.to))
+    directory = expanded(arguments.to)
     with _unfinished(directory) as unfinished:
         documents = _documents(arguments, unfinished / "cache")
         encoded = _encoded(documents, encoder, arguments, unfinished / "cache" / "ids.arrow")
@@ -108,7 +108,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         return Encoder(
             tokenizer_metadata(BYTES, token_metadata.VOCABULARY_SIZE, token_metadata.END_OF_FILE)
         )
-    directory = Path(os.path.expanduser(tokenizer))
+    directory = expanded(tokenizer)
     problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
     require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
     require_package("--tokenizer", tokenizer, "transformers", "hf")
@@ -218,7 +218,7 @@ def _suffix(file: Path) -> str:
 
 
 def _files(name: str) -> list[Path]:
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     if path.is_file():
         return [path]
     files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]

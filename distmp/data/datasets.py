@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -18,6 +16,7 @@ from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, list_text_files
 from distmp.data.tokens import W, Windows, check_validation, open_tokens
 from distmp.errors import ConfigError, require
+from distmp.utils.files import expanded
 from distmp.utils.generators import generators_kept
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
@@ -77,7 +76,7 @@ def text_directory(
     Raises:
         ConfigError: If there is no such directory, or no file in it can be used.
     """
-    directory = Path(os.path.expanduser(path or sysconfig.get_path("stdlib")))
+    directory = expanded(path or sysconfig.get_path("stdlib"))
     skipped = _NOT_STANDARD_LIBRARY if path is None else ()
     files = list_text_files(directory, config.pattern, skipped, setting)
     return TextDirectory(directory, files, config.sequence_length)
@@ -117,11 +116,11 @@ def _split_text(
 
 
 def _build_tokens(config: DataConfig) -> Datasets:
-    path, length = Path(os.path.expanduser(config.path or "")), config.sequence_length
+    path, length = expanded(config.path or ""), config.sequence_length
     everything, metadata = open_tokens(path, length, "data.path")
     train, validation = everything, None
     if config.validation_path is not None:
-        other = Path(os.path.expanduser(config.validation_path))
+        other = expanded(config.validation_path)
         validation, of_validation = open_tokens(other, length, "data.validation_path")
         check_validation(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)

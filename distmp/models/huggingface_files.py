@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from distmp.errors import require
-from distmp.utils.files import MODEL, located
+from distmp.utils.files import MODEL, expanded, located
 from distmp.utils.imports import require_package
 
 PREFIX = "hf:"
@@ -21,7 +20,7 @@ def locate(name: str) -> Path:
     Raises:
         ConfigError: If it does not exist, or transformers is not installed.
     """
-    path = Path(os.path.expanduser(located("model.name", name.removeprefix(PREFIX), MODEL)))
+    path = expanded(located("model.name", name.removeprefix(PREFIX), MODEL))
     file = path if path.suffix == ".json" else path / CONFIG_FILE
     problem = (
         f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. Nothing "

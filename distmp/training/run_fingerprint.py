@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from distmp.precision.notation import as_text
 from distmp.training.components import configured_weights
 from distmp.utils.annotations import ResumeRule, resume_rules
 from distmp.utils.environment_info import versions
+from distmp.utils.files import expanded
 from distmp.utils.settings import flat, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
@@ -170,7 +170,7 @@ def tokenizer_directory(config: RunConfig) -> Path | None:
     """Return the directory of the tokenizer that made the data, or of the model's; None without."""
     candidates = []
     if config.data.source == "tokens" and config.data.path is not None:
-        path = Path(os.path.expanduser(config.data.path))
+        path = expanded(config.data.path)
         candidates.append((path if path.is_dir() else path.parent) / huggingface_files.SUBDIRECTORY)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))

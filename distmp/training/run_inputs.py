@@ -20,7 +20,7 @@ from distmp.errors import ConfigError
 from distmp.masking import masked
 from distmp.models.huggingface_files import locate
 from distmp.utils.environment_info import relevant, versions
-from distmp.utils.files import sampled_digests
+from distmp.utils.files import expanded, sampled_digests
 from distmp.utils.settings import flat
 
 # Kinds of inputs.
@@ -101,7 +101,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
         locations += [value for value in data.options.values() if isinstance(value, str)]
     for location in filter(None, locations):
         # Any text, which methods of Path would refuse if it is long or has an unknown user.
-        yield from _files(location, Path(os.path.expanduser(location)))
+        yield from _files(location, expanded(location))
 
 
 def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:

@@ -54,6 +54,11 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
         temporary.unlink(missing_ok=True)
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with `~` expanded; that of an unknown user stays, where pathlib raises."""
+    return Path(os.path.expanduser(path))
+
+
 def check_directory_name(setting: str, directory: str | os.PathLike[str]) -> None:
     """Refuse a directory for checkpoints or weights whose name ends like that of a file.
 
@@ -211,7 +216,7 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     if not path.startswith(PRESET_PREFIX):
         name = Path(path).name.removesuffix(suffix)
         problem = f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
-        usable = name not in preset_names(suffix) or Path(os.path.expanduser(path)).exists()
+        usable = name not in preset_names(suffix) or expanded(path).exists()
         require(usable, setting, path, problem)
         return path
     name, known = path.removeprefix(PRESET_PREFIX), preset_names(suffix)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from distmp.errors import ConfigError
-from distmp.utils.files import replacing
+from distmp.utils.files import expanded, replacing
 from distmp.utils.imports import require_package
 from distmp.utils.settings.command_line import Parser
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from distmp.commands.report.page import RecordedRun, page
 
     runs = [RecordedRun.read(path) for path in (arguments.run_dir, arguments.other) if path]
-    target = Path(os.path.expanduser(arguments.to or arguments.run_dir / "report.html"))
+    target = expanded(arguments.to or arguments.run_dir / "report.html")
     try:
         with replacing(target) as file:
             file.write(page(runs).encode())
