@@ -57,8 +57,8 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="steps in a turn")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each loop")
+    parser.add_argument("--steps", type=int, default=100, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each loop")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
