@@ -149,6 +149,10 @@ class _SummedFile:
         self._file.flush()
         return self._file.fileno()
 
+    def flush(self) -> None:
+        if not self._file.closed:  # after an error, torch's own wrapper flushes it when it is freed
+            self._file.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 

@@ -207,12 +207,12 @@ def test_shards_with_factors_of_their_own() -> None:
 
 
 def test_ranks_are_named_and_combined() -> None:
-    one = GradientMismatch("missing", ("weight",), TEXTS["missing"])
+    one = GradientMismatch("missing", ("weight",), TEXTS["missing"], 1.0)
     assert over_ranks([[one], [one]]) == [one]
     (combined,) = over_ranks([[], [one], [one]])
     assert combined.text == "no gradient, or zero, on ranks 1-2"
-    own = GradientMismatch("own_rank", ("weight",), "")
-    same = GradientMismatch("same_data", ("weight",), TEXTS["same_data"])
+    own = GradientMismatch("own_rank", ("weight",), "", 1.0)
+    same = GradientMismatch("same_data", ("weight",), TEXTS["same_data"], 1.0)
     assert over_ranks([[own], [same]]) == [same]
 
 
