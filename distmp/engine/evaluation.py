@@ -72,6 +72,7 @@ class MetricSums:
         self._metrics, self._checks = dict(metrics), checks
         self._total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=device)
         self._microbatches = 0
+        self._warnings: list[str] = []
 
     def add(self, batch: Any, loss_sum: Tensor, weight: Tensor | float, outputs: list[Any]) -> None:
         """Add a microbatch.
@@ -91,8 +92,7 @@ class MetricSums:
             rows.append(self._row(name, result))
             if means is not None and means.include([*result][:1]) and rows[-1][1] > 1:
                 text = MEAN.format(f"the metric {name!r}", float(rows[-1][1]), "its result")
-                # At the call of `Engine.evaluate_metrics`, which has two decorators.
-                warnings.warn(text, RuntimeWarning, stacklevel=6)
+                self._warnings.append(text)
         values = torch.stack(rows)
         # The mean of nothing may be NaN.
         is_nothing = (values[:, 1:] == 0) & values.isnan()
@@ -110,6 +110,9 @@ class MetricSums:
         if group is not None:
             dist.all_reduce(totals, group=group)
         *sums, (microbatches, _) = totals.tolist()
+        for text in self._warnings:  # after the all-reduce, because a filter may make it an error
+            # At the call of `Engine.evaluate_metrics`, which has two decorators.
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
         problem = (
             "there is nothing to evaluate; an iterator gives its batches only once, so pass "
             "another one each time: loader.once()"

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
@@ -122,6 +123,8 @@ class _Recomputation:
 
 # Modules that are never called themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+# The name of a module up to its last number.
+_ENTRY = re.compile(r"(.*\.)?\d+(?=\.|$)")
 
 logger = logging.getLogger("distmp")
 
@@ -132,9 +135,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     Args:
         model: Any module.
         patterns: Patterns with `*` and `?` for class names or module names. If empty, blocks are
-            the list entries whose class is in the model's `_no_split_modules` (Hugging Face), or
-            all entries of its outermost module lists; with them, modules of these classes outside
-            of lists that have no tied parameter.
+            the list entries that are or contain a module of the classes in the model's
+            `_no_split_modules` (Hugging Face), or all entries of its outermost module lists; with
+            them, modules of these classes outside of lists that have no tied parameter.
 
     Raises:
         ConfigError: If a pattern matches no module with parameters.
@@ -145,8 +148,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
     found = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
-    # Some models name parts of their layers only.
-    layers = {id(part) for name, part in found.items() if name.split(".")[-1].isdigit()}
+    # Some models name parts of their layers only: then the entries of lists that hold these.
+    entries = {match[0] for match in map(_ENTRY.match, found) if match}
+    layers = {id(part) for name, part in _candidates(model) if name in entries}
     layers = layers or {id(part) for part in _entries_of_lists(model)}
     # Encoders name their embeddings, too. A tied one is used outside of its module.
     tied = tied_parameters(model)

@@ -52,7 +52,8 @@ class ShardingConfig(Section, section="sharding"):
 
     wrap: tuple[str, ...] = ()
     """Patterns (`*` and `?`) for the class names or module names of blocks. Empty: the classes in
-    the model's `_no_split_modules`, otherwise the entries of its outermost module lists."""
+    the model's `_no_split_modules` or the list entries that contain them, otherwise the entries of
+    its outermost module lists."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -728,7 +728,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             super().load_state_dict(state_dict)  # raises torch's error
         missing = [name for name in ("scale", "_growth_tracker") if name not in state_dict]
         problem = f"is not the state of a scaler; {listed(missing)} is missing"
-        require(not missing, "state_dict", listed([*state_dict]), problem)
+        require(not missing, "state_dict", listed([*map(str, state_dict)]), problem)
         # Of the last iteration, only the skips and the end of its scale belong to the former state.
         unread, self._unread = self._unread, None
         _check_scales(unread is not None and unread.read()[3])

@@ -33,12 +33,12 @@ class _Watched:
     Attributes:
         gradients: Of each tensor that got one, by its number.
         probed: Those that `torch.autograd.grad` has computed for a penalty, or for a look at them.
-        backwards: Numbers of the backwards that they came from.
+        backwards: Whether they were probed, and the numbers of the backwards they came from.
     """
 
     gradients: dict[int, Tensor] = field(default_factory=dict)
     probed: dict[int, Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
+    backwards: set[tuple[bool, int]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -161,6 +161,7 @@ class Step:
         for watched in (*self.forwards, *self.losses):
             self.has_other_terms |= is_usual and bool(watched.probed)
             watched.gradients = watched.gradients if is_usual else watched.probed
+            watched.backwards = {each for each in watched.backwards if each[0] != is_usual}
         used = [each for each in self.forwards if each.gradients or not each.is_watched]
         unused = len(self.forwards) - len(used)
         for loss in (each for each in self.losses if each.gradients):
@@ -221,6 +222,8 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
 
 # Recorders
 
+# Functions that write to their first argument.
+_WRITES = re.compile(r"(_foreach_)?(copy|add|sub|mul|div)_|__setitem__|__i(add|sub|mul|truediv)__")
 _CLAMPS = re.compile(r"(_foreach_)?(clamp|clip)(_min|_max)?_")
 
 
@@ -243,18 +246,20 @@ class _Recorder(TorchFunctionMode):
         self._step = Step(Counter())
         self._running: Forward | None = None
         self._is_probing = False
+        self._inputs: set[Tensor] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         step, running = self._step, self._running
         is_grad, is_read = func is torch.autograd.grad, func == Tensor.grad.__get__  # type: ignore[union-attr]
-        asked = args[1] if is_grad else args if is_read else ()
-        of_others = any(not isinstance(each, nn.Parameter) for each in asked[:1])
+        of_others = is_read and args[0] in self._inputs
+        of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
         self._is_probing = False
-        if not step.gradients and running is None and self._may_clip(func, args):
+        seen = step.gradients or step.is_clipped_apart or running
+        if not seen and self._may_clip(func, args):
             held = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
             pairs = itertools.product(map(_local, tensors_in(args[:1])), held)
             step.is_clipped_apart |= any(itertools.starmap(torch._C._is_alias_of, pairs))  # type: ignore[attr-defined]
@@ -281,14 +286,16 @@ class _Recorder(TorchFunctionMode):
         step.has_clamped |= is_clamp
         assigns = name == "__set__" and isinstance(args[1], Tensor)
         step.is_clipped_apart |= step.has_clamped and assigns
-        return is_clamp or (step.has_clamped and name in ("copy_", "mul_"))
+        return is_clamp or (step.has_clamped and bool(_WRITES.fullmatch(name)))
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a forward."""
         if torch.is_grad_enabled():
             step = self._step = self._current()
             # Perhaps a step of another model.
-            step.has_other_terms |= not all(each.is_leaf for each in tensors_in([args, kwargs]))
+            inputs = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
+            step.has_other_terms |= not all(each.is_leaf for each in inputs)
+            self._inputs.update(inputs)
             if self._running in step.forwards:  # Lightning's training step, which calls it
                 step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)
@@ -304,7 +311,7 @@ class _Recorder(TorchFunctionMode):
         if gradient is not None:
             found = watched.probed if self._is_probing else watched.gradients
             found[index] = gradient.cpu() + found.get(index, 0)
-            watched.backwards.add(torch._C._current_graph_task_id())
+            watched.backwards.add((self._is_probing, torch._C._current_graph_task_id()))
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, whose gradients are those that come from outside."""

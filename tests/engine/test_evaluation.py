@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -195,6 +198,18 @@ def test_a_metric_that_is_a_mean_is_warned_of_once(
         found = [each for each in recwarn if "the metric 'metric' looks like" in str(each.message)]
         assert [each.filename for each in found] == [__file__] * warned
     assert len({*map(repr, results)}) == 1
+
+
+@ranks(2)
+def test_a_warning_that_is_an_error_keeps_no_rank_waiting() -> None:
+    rank = dist.get_rank()
+    engine = make_engine(policy="fp32")
+    metrics = {"metric": lambda outputs, batch: (hits(outputs, batch).mean(), len(outputs))}
+    expected = pytest.raises(RuntimeWarning, match="looks like") if rank == 0 else nullcontext()
+    with warnings.catch_warnings(), expected:
+        warnings.simplefilter("error", RuntimeWarning)
+        engine.evaluate_metrics([samples(rank, 4)], metrics)
+    dist.barrier()
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,12 @@ def test_classes_that_the_model_does_not_split_come_first() -> None:
     for layer in model.model.layers:
         layer.attention = nn.Bilinear(2, 2, 2)
     model._no_split_modules = ("Bilinear",)  # a part of each layer
-    assert list(find_blocks(model)) == blocks
+    assert list(find_blocks(model)) == blocks[1:]
+    part = Layer()
+    part.attention = nn.Bilinear(2, 2, 2)
+    model.tower = nn.Sequential(part)
+    assert list(find_blocks(model)) == [*blocks[1:], "tower.0"]
+    del model.tower
     model._no_split_modules = None
     assert list(find_blocks(model)) == ["heads.0", "model.layers.0", "model.layers.1"]
 

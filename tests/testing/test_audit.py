@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -527,6 +527,7 @@ def last_of(model: nn.Module, change: Callable[[Tensor], object]) -> None:
             "weighted",
         ),
         (functools.partial(last_of, change=Tensor.requires_grad_), "last_microbatch"),
+        (lambda model: means_of(model, probes=True), "microbatch_means"),
     ],
 )
 def test_what_does_not_change_gradients_hides_no_error(
@@ -534,6 +535,47 @@ def test_what_does_not_change_gradients_hides_no_error(
 ) -> None:
     report = report_of(train_step)
     assert kinds(report) == [kind], str(report)
+
+
+def means_of(model: nn.Module, *, probes: bool) -> None:
+    losses = [cross_entropy(model, samples) for samples in (2, 6, 3)]
+    if probes:
+        torch.autograd.grad(sum(losses), [*model.parameters()], retain_graph=True)
+    for loss in losses:
+        (loss / 3).backward()
+
+
+def test_a_tensor_of_the_optimizer_that_is_no_parameter_hides_no_error() -> None:
+    temperature = torch.tensor(1.0, requires_grad=True)
+
+    class Both(torch.optim.SGD):
+        def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+            super().__init__([*parameters, temperature], lr)
+
+    report = report_of(weighted_microbatches, Both)
+    assert kinds(report) == ["weighted"], str(report)
+
+
+def by_foreach(gradients: list[Tensor], factors: list[Tensor]) -> None:
+    torch._foreach_mul_(gradients, factors)
+
+
+def by_division(gradients: list[Tensor], factors: list[Tensor]) -> None:
+    for gradient, factor in zip(gradients, factors, strict=True):
+        gradient.div_(1 / factor)
+
+
+@pytest.mark.parametrize("scale", [by_foreach, by_division])
+def test_gradients_that_are_clipped_one_by_one_are_not_called_wrong(
+    scale: Callable[[list[Tensor], list[Tensor]], None],
+) -> None:
+    def step(model: nn.Module) -> None:
+        cross_entropy(model, 4).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        scale(gradients, [(0.01 / each.norm()).clamp_(max=1.0) for each in gradients])
+
+    report = report_of(step)
+    assert (kinds(report), report.exit_code) == ([], 2), str(report)
 
 
 @ranks(2)
