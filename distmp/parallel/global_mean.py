@@ -213,7 +213,7 @@ def global_mean(
             element, FP32 or FP64, because 16 bits would round the sum and the factor of all
             gradients. A DTensor counts with the value of all its shards.
         weight: Number of samples or tokens of this rank in the step, summed over its microbatches;
-            0 or more. A number, or a tensor with one element on any device.
+            0 or more. A number, or a tensor with one element on any device, not of 16 bits.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
             `fully_shard` or the `replicate` of `replicate_with_fsdp` applied, containing such
             modules, or on a single rank.
@@ -307,7 +307,7 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
-    dtype = _summed_in(loss_sum)
+    dtype = min(_summed_in(loss_sum), loss_sum.dtype, key=lambda each: each.itemsize)
     problem = "rounds the sum and the gradients; sum in FP32, such as of logits.float()"
     require(dtype.itemsize >= 4, "loss_sum", dtype, problem)
     check_weight(weight)
@@ -319,12 +319,16 @@ def check_weight(weight: object) -> None:
     """Refuse a weight that is not one real number; its value is not read.
 
     Raises:
-        ConfigError: If it is not a number, or a tensor with one element that needs no gradient.
+        ConfigError: If it is not a number, or a tensor with one element that needs no gradient;
+            and for a floating-point tensor in 16 bits, which rounds a count above 256 or 2048.
     """
     if isinstance(weight, Tensor):
         is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
         problem = "must have one real element and require no gradient; sum it and detach it"
         require(is_plain, "weight", tuple(weight.shape), problem)
+        problem = "rounds large numbers; sum integers or FP32, as in mask.sum(dtype=torch.float32)"
+        is_exact = weight.dtype.itemsize >= 4 or not weight.is_floating_point()
+        require(is_exact, "weight", weight.dtype, problem)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
 

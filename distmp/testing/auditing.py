@@ -318,6 +318,9 @@ class Audit:
         if any(split.is_unlike for split in splits):
             text = "several, whose weights relative to the first one differ between microbatches"
             self._not_decided("losses", f"{text}; pass loss_sum=")
+        unseen = {each for step in self._steps for each in step.unseen}
+        for each in sorted(unseen if self._loss_sum is None else ()):
+            self._not_decided("loss", f"depends on {each}; pass loss_sum=")
         wrong = {name for each in found for name in each.parameters}
         for name in sorted(step.gradients.keys() - wrong):
             if all(step.gradients[name] is None for step in self._steps):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distmp.errors import require
 from distmp.testing.gradients import ByName, unwrapped
@@ -47,12 +47,14 @@ class Loss(_Watched):
 
     Attributes:
         function: Name of the function.
+        node: Its node in the graph of autograd.
         forwards: Number of the forwards before it.
         counted: How much each of its elements counts in their mean.
         is_sum: Whether its elements are summed, here or, with the reduction `none`, by the user.
     """
 
     function: str
+    node: Any
     forwards: int
     counted: Tensor
     is_sum: bool
@@ -85,6 +87,7 @@ class Forward(_Watched):
         autocast: Dtype of autocast; None without autocast.
         losses: The losses that were computed from it.
         is_watched: Whether there are outputs that can get gradients.
+        norms: Norm of each of these outputs, by its number.
         parts: Itself, and former forwards without an own loss, as the first of a pair; empty for
             the latter.
     """
@@ -95,6 +98,7 @@ class Forward(_Watched):
     autocast: torch.dtype | None = None
     losses: list[Loss] = field(default_factory=list)
     is_watched: bool = False
+    norms: dict[int, float] = field(default_factory=dict)
     parts: list[Forward] = field(default_factory=list)
 
     @property
@@ -127,6 +131,7 @@ class Step:
         forwards: The forwards.
         losses: The losses of all forwards.
         has_other_terms: Whether parameters were used outside of forwards, or gradients in a loss.
+        unseen: What the loss depends on besides calls of loss functions.
         training: Whether modules were in training mode, by name.
         compute: Dtype of the first parameter that a module used.
         former: Gradients that were there before the first forward.
@@ -142,6 +147,7 @@ class Step:
     forwards: list[Forward] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     has_other_terms: bool = False
+    unseen: set[str] = field(default_factory=set)
     training: dict[str, bool] = field(default_factory=dict)
     compute: torch.dtype | None = None
     former: ByName = field(default_factory=dict)
@@ -205,6 +211,31 @@ def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) ->
     return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
 
 
+def has_other_terms(loss: Tensor, known: Sequence[Loss]) -> bool:
+    """Return whether a loss depends on a leaf otherwise than by known losses."""
+    # A mean may be that of other losses.
+    known = [each for each in known if each.function != "mean"] or known
+    ends = {None, *(each.node for each in known)}
+    edges: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
+    visited = {*edges}
+    for node, index in edges:  # the loop appends to it
+        if node in ends:
+            continue
+        if node.name().endswith("AccumulateGrad"):
+            return True
+        factor = getattr(node, "_saved_other", None) if "MulBackward" in node.name() else None
+        with _disable_current_modes():  # they receive a number, not a tensor
+            is_zero = factor is not None and factor.numel() == 1 and not factor.any()
+        following = node.next_functions
+        if node.name() == "_DDPSinkBackward":  # returns its inputs
+            following = following[index : index + 1]
+        # A product with 0 only connects unused parameters to the loss.
+        new = {*(() if is_zero else following)} - visited
+        visited |= new
+        edges += new
+    return False
+
+
 @torch.no_grad()
 def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
     """Return how much each loss counts in their mean."""
@@ -254,6 +285,8 @@ class _Recorder(TorchFunctionMode):
         of_others = is_read and args[0] in self._inputs
         of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
+        if func is Tensor.backward and has_other_terms(args[0], step.losses):
+            step.unseen.add("a term that is not a loss function of torch")
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
@@ -274,7 +307,7 @@ class _Recorder(TorchFunctionMode):
         if arguments := loss_arguments(func, args, kwargs, means=running is None):
             is_sum = arguments["reduction"] in ("none", "sum")
             counted = counted_losses(func, arguments)
-            loss = Loss(func.__name__, len(step.forwards), counted, is_sum)
+            loss = Loss(func.__name__, result.grad_fn, len(step.forwards), counted, is_sum)
             result.register_hook(functools.partial(self._receive, loss))
             step.losses.append(loss)
         return result
@@ -306,6 +339,11 @@ class _Recorder(TorchFunctionMode):
             step.forwards.append(self._running)
             step.training = {parameter_name(n): part.training for n, part in model.named_modules()}
 
+    def gathers(self) -> None:
+        """Note a gather of matrices; between forward and backward, it is one of outputs."""
+        if self._running is None and any(not each.backwards for each in self._step.forwards):
+            self._step.unseen.add("outputs of other ranks")
+
     def _receive(self, watched: _Watched, gradient: Tensor | None, index: int = 0) -> None:
         """Add to the gradient of a tensor."""
         if gradient is not None:
@@ -325,6 +363,7 @@ class _Recorder(TorchFunctionMode):
             if tensor.requires_grad:
                 tensor, forward.is_watched = tensor.clone(), True
                 tensor.register_hook(functools.partial(self._receive, forward, index=index))
+                forward.norms[index] = float(tensor.detach().norm())
             return tensor
 
         return replaced_outputs(watched, output)
@@ -333,16 +372,18 @@ class _Recorder(TorchFunctionMode):
 class _Collectives(TorchDispatchMode):
     """Counts collectives, those of DDP and FSDP included."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], recorder: _Recorder) -> None:
         super().__init__()
-        self._counts = counts
+        self._counts, self._recorder = counts, recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            found = tensors_in(args[:2])
+            found = [t._values() if t.is_sparse else t for t in tensors_in(args[:2])]
             dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in found}))
             name = func._schema.name.rpartition("::")[2].strip("_")
             self._counts[f"{name}, {dtypes}, {sum(each.nbytes for each in found)} bytes"] += 1
+            if "gather" in name and any(t.dim() > 1 and t.is_floating_point() for t in found):
+                self._recorder.gathers()
         return func(*args, **(kwargs or {}))
 
 
@@ -403,7 +444,7 @@ def recorded_steps(
     eager = torch.compiler.disable  # Dynamo cannot trace them
     before = model.register_forward_pre_hook(eager(recorder.before), with_kwargs=True, prepend=True)
     after = model.register_forward_hook(eager(recorder.after))
-    with before, after, recorder, _Collectives(collectives):
+    with before, after, recorder, _Collectives(collectives, recorder):
         yield
 
 

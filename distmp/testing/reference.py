@@ -34,6 +34,10 @@ _CHUNK, _SHOWN = 2**16, 1024
 # Error of the dtypes of the run, relative to the whole gradient, that is more than rounding, unless
 # gradients of microbatches cancel. The tolerance, twice the error, would hide wrong gradients.
 _LARGE = 0.1
+REPEATED = (
+    "has another output when it is repeated; draw random numbers only from default generators, and "
+    "change no attribute that it depends on"
+)
 # Reductions of more than 16 elements.
 _IN_16_BITS = re.compile(r".*reduce.*float16, (?!\d bytes|[12]\d bytes|3[0-2] bytes)")
 
@@ -153,6 +157,10 @@ class Reference:
                     args, kwargs = map_tensors(cast, [part.args, part.kwargs])
                     outputs: list[Tensor] = []
                     replaced_outputs(outputs.append, self._model(*args, **kwargs))
+                    for index, norm in part.norms.items() if not exact else ():
+                        again = float(outputs[index].detach().norm())
+                        same = math.isclose(again, norm, rel_tol=_LARGE) or not math.isfinite(norm)
+                        require(same, "forward", f"norm {again:.3g} after {norm:.3g}", REPEATED)
                     used = [(outputs[i], g.to(outputs[i])) for i, g in part.gradients.items()]
                 else:
                     batch = map_tensors(cast, part.batch)
@@ -231,4 +239,5 @@ def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float,
     ratios = (gradient[shown] / wanted[shown]).sort().values
     apart = ratios.diff() > 5e-4 * ratios[1:].abs()
     factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
-    return tuple(factors) if 1 < len(factors) <= ranks and factors[-1] < 1 + 1e-3 else ()
+    are_clips = 1 < len(factors) <= ranks and factors[0] > 0 and factors[-1] < 1 + 1e-3
+    return tuple(factors) if are_clips else ()

@@ -323,6 +323,7 @@ def refused(module: Any, **arguments: Any) -> str:
     return str(error.value)
 
 
+FULL = torch.ones(2, requires_grad=True).sum()
 HALF = torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
 
 
@@ -333,6 +334,11 @@ HALF = torch.ones(2, dtype=torch.float16, requires_grad=True).sum()
         ({"loss_sum": 1.0}, "loss_sum = 1.0: must be a tensor with one element"),
         ({"loss_sum": torch.ones((), dtype=torch.bfloat16)}, "loss_sum = torch.bfloat16: rounds"),
         ({"loss_sum": HALF.float()}, "loss_sum = torch.float16: rounds the sum"),
+        ({"loss_sum": FULL.bfloat16()}, "loss_sum = torch.bfloat16: rounds the sum"),
+        (
+            {"weight": torch.ones(257, dtype=torch.bfloat16).sum()},
+            "weight = torch.bfloat16: rounds",
+        ),
         ({"weight": torch.ones(2)}, "must have one real element and require no gradient"),
         ({"weight": torch.ones((), requires_grad=True)}, "require no gradient; sum it and detach"),
         ({"weight": True}, "weight = True: must be a number or a tensor with one element"),

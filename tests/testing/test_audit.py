@@ -578,6 +578,78 @@ def test_gradients_that_are_clipped_one_by_one_are_not_called_wrong(
     assert (kinds(report), report.exit_code) == ([], 2), str(report)
 
 
+@pytest.mark.parametrize(
+    ("term", "code"),
+    [
+        (lambda outputs: 0.1 * outputs.logsumexp(-1).square().mean(), 2),
+        (lambda outputs: 0.1 * outputs.square().sum(), 2),
+        (
+            lambda outputs: F.cross_entropy(
+                outputs, torch.zeros(4).long(), reduction="none"
+            ).mean(),
+            0,
+        ),
+        (lambda outputs: 0.0 * outputs.sum(), 0),
+    ],
+)
+def test_terms_that_are_no_loss_functions_are_not_decided(
+    term: Callable[[Tensor], Tensor], code: int
+) -> None:
+    def step(model: nn.Module) -> None:
+        outputs = model(torch.randn(4, 8))
+        (F.cross_entropy(outputs, torch.arange(4)) + term(outputs)).backward()
+
+    report = report_of(step)
+    assert (kinds(report), report.exit_code) == ([], code), str(report)
+
+
+@ranks(2)
+def test_outputs_of_other_ranks_are_not_decided() -> None:
+    """The gather cuts off a part of the gradient, and the recorded gradients miss it as well."""
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with distmp.audit(model, optimizer) as audit:
+        features = model(torch.randn(4, 8))
+        others = [torch.zeros_like(features) for _ in range(2)]
+        dist.all_gather(others, features.detach())
+        others[dist.get_rank()] = features
+        labels = torch.arange(4) + 4 * dist.get_rank()
+        F.cross_entropy(features @ torch.cat(others).T, labels).backward()
+        optimizer.step()
+    assert audit.report.exit_code == 2
+    assert "outputs of other ranks" in audit.report.undecided[0]
+
+
+def test_forward_that_depends_on_a_changed_attribute_is_not_decided() -> None:
+    class Annealed(nn.Linear):
+        temperature = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.temperature
+
+    model = Annealed(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model, 4).backward()
+            optimizer.step()
+            model.temperature /= 2
+    assert (kinds(audit.report), audit.report.exit_code) == ([], 2), str(audit.report)
+
+
+@ranks(2)
+def test_sparse_gradients_are_compared() -> None:
+    model = DistributedDataParallel(nn.EmbeddingBag(16, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with distmp.audit(model, optimizer) as audit:
+        F.cross_entropy(model(torch.randint(16, (4, 3))), torch.arange(4)).backward()
+        optimizer.step()
+    assert audit.report.exit_code == 0, str(audit.report)
+
+
 @ranks(2)
 def test_fsdp_without_reshard_hides_no_error() -> None:
     model = small()
