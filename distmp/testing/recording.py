@@ -211,7 +211,7 @@ def loss_arguments(func: Any, args: Any, kwargs: Any, *, means: bool = False) ->
     return {"input": args[0].flatten(), "reduction": "batchmean"} if is_mean else {}
 
 
-def has_other_terms(loss: Tensor, known: Sequence[Loss]) -> bool:
+def has_unseen_terms(loss: Tensor, known: Sequence[Loss]) -> bool:
     """Return whether a loss depends on a leaf otherwise than by known losses."""
     # A mean may be that of other losses.
     known = [each for each in known if each.function != "mean"] or known
@@ -285,7 +285,7 @@ class _Recorder(TorchFunctionMode):
         of_others = is_read and args[0] in self._inputs
         of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
-        if func is Tensor.backward and has_other_terms(args[0], step.losses):
+        if func is Tensor.backward and has_unseen_terms(args[0], step.losses):
             step.unseen.add("a term that is not a loss function of torch")
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
