@@ -35,17 +35,12 @@ if TYPE_CHECKING:
 _BACKLOG = 2048
 _TIMEOUT = timedelta(seconds=limits.STORE_SECONDS)
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-# The classes of torchrun's rendezvous state.
-_STATE_CLASSES = frozenset(
-    {
-        (_RENDEZVOUS, "_RendezvousState"),
-        (_RENDEZVOUS, "_NodeDesc"),
-        ("builtins", "set"),
-        ("datetime", "datetime"),
-        ("datetime", "timedelta"),
-        ("datetime", "timezone"),
-    }
-)
+# The classes of torchrun's rendezvous state, by module.
+_STATE_CLASSES = {
+    _RENDEZVOUS: ("_RendezvousState", "_NodeDesc"),
+    "builtins": ("set",),
+    "datetime": ("datetime", "timedelta", "timezone"),
+}
 
 
 class ForeignStateError(DistmpError, RuntimeError):
@@ -54,7 +49,7 @@ class ForeignStateError(DistmpError, RuntimeError):
 
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STATE_CLASSES:
+        if name not in _STATE_CLASSES.get(module, ()):
             problem = f"it contains {module}.{name}, which torchrun does not write"
             raise pickle.UnpicklingError(problem)
         return super().find_class(module, name)
