@@ -197,11 +197,8 @@ def _exit_codes() -> dict[int, int | None]:
 
 
 def _exit_code(child: int) -> int | None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         # WNOWAIT leaves the child to torchrun's own wait.
-        state = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    if state is None:
-        return None
-    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+        if state := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+    return None
