@@ -250,9 +250,7 @@ def _ending_workers(iterator: Iterator[Any]) -> Iterator[None]:
     finally:
         # A deleted iterator ends its workers, but a traceback can keep it alive. An iterator
         # without workers has no such method.
-        end_workers = getattr(iterator, "_shutdown_workers", None)
-        if end_workers is not None:
-            end_workers()
+        getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 _open: weakref.WeakSet[_Steps] = weakref.WeakSet()
