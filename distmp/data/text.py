@@ -60,9 +60,7 @@ def list_text_files(
         matches = re.compile(_regular_expression(pattern)).fullmatch
     except re.error as problem:
         raise ConfigError("data.pattern", pattern, f"is not a pattern ({problem})") from problem
-    names = sorted(
-        name for name in visible_files(directory, setting, skipped_directories) if matches(name)
-    )
+    names = sorted(filter(matches, visible_files(directory, setting, skipped_directories)))
     if not names:
         raise error(
             f"no file below it matches data.pattern = {pattern!r}; change data.pattern, or make "
