@@ -159,16 +159,13 @@ class TokenFiles(Windows):
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path} any more: {error}") from error
         ids = mapped.astype(np.int64)
-        self._check(ids, path, first)
-        return ids
-
-    def _check(self, ids: NDArray[np.int64], path: Path, first: int) -> None:
         wrong = np.flatnonzero((ids < 0) | (ids >= self.vocabulary_size))
         if wrong.size:
             raise DataError(
                 f"{path}: token {first + wrong[0]:,} is {ids[wrong[0]]}, outside the"
                 f" vocabulary of {self.vocabulary_size:,}; check its tokens.json"
             )
+        return ids
 
 
 def open_tokens(
