@@ -116,22 +116,20 @@ def _group(
     name, kept, low_precision = key
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
-    updated = fp32 if kept else policy.param_dtype
     # The optimizer updates FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
     if sharded and own and not any(value.requires_grad for value in own):
         held = own[0].dtype  # frozen shards keep it
-    # FSDP2 has a communication dtype per group; flat buckets have one for all.
-    reduces_in_fp32 = kept and sharded
     return ModuleGroup(
         name=name,
         modules=(),
         parameters=0,
         stored=fp32 if kept else held,
-        updated=updated,
+        updated=fp32 if kept else policy.param_dtype,
         computed=fp32 if kept else _computed(part, policy),
-        reduced=fp32 if reduces_in_fp32 else policy.reduce_dtype,
+        # FSDP2 has a communication dtype per group; flat buckets have one for all.
+        reduced=fp32 if kept and sharded else policy.reduce_dtype,
         accumulated=policy.accumulate_dtype,
         kept=kept,
         low_precision=_operand_formats(policy) if low_precision else (),
