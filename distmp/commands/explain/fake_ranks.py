@@ -54,24 +54,22 @@ class FakeRanks(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         if func is aten._pin_memory.default and isinstance(args[0], FakeTensor):
             return args[0]
-        if not tensors and self._is_large(func, args, kwargs):
-            with self._fake:
-                return func(*args, **kwargs)
+        if not tensors and (large := self._large(func, args, kwargs)) is not None:
+            return large
         if func is aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
         if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return None  # a fused optimizer, which writes in place
         return func(*args, **kwargs)
 
-    def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a factory creates a tensor of the model, and not a small one for the host."""
+    def _large(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the fake tensor that a factory creates for the model; None for one of the host."""
         with self._fake:
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
-            return False
-        return (result.is_floating_point() and result.dim() > 0) or (
-            result.numel() > MAX_REAL_ELEMENTS
-        )
+            return None
+        of_model = result.is_floating_point() and result.dim() > 0
+        return result if of_model or result.numel() > MAX_REAL_ELEMENTS else None
 
 
 def _without_masks(indices: Any) -> list[Any]:
