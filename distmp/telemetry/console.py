@@ -26,11 +26,8 @@ def discard(stream: TextIO) -> None:
     interpreter's last flush would fail and change the exit code.
     """
     # A stream without a file has nothing to flush at exit.
-    with contextlib.suppress(OSError, ValueError):
-        descriptor = stream.fileno()
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        os.close(null)
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 def open_standard_streams() -> None:
