@@ -156,8 +156,7 @@ class Trainer(TrainingLoop):
 
     def _exit_of(self, callback: Callback) -> Callable[..., None]:
         def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
-            if callback in self._users_callbacks:
-                self._enter_hook("on_exit", callback)
+            self._enter_hook("on_exit", callback)
             callback.on_exit(self, error)
 
         return leave
@@ -339,15 +338,9 @@ class Trainer(TrainingLoop):
         return next(filter(None, reasons), None)  # also without False and ""
 
     def _each(self, hook: str, step: int | None = None) -> Iterator[Callback]:
-        """Yield the callbacks in order; if one of the user's hangs, the report names it.
-
-        Args:
-            hook: Name of the hook.
-            step: The step that the report names; None for that of the current phase.
-        """
+        """Yield the callbacks in order, see `_enter_hook`."""
         for callback in self._in_order(hook):
-            if callback in self._users_callbacks:
-                self._enter_hook(hook, callback, step)
+            self._enter_hook(hook, callback, step)
             yield callback
 
     def _in_order(self, hook: str) -> list[Callback]:
@@ -362,4 +355,12 @@ class Trainer(TrainingLoop):
         return self.callbacks
 
     def _enter_hook(self, hook: str, callback: Callback, step: int | None = None) -> None:
-        current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)
+        """Enter a phase for a callback of the user, so that the report on a hang names it.
+
+        Args:
+            hook: Name of the hook.
+            callback: Any callback.
+            step: The step that the report names; None for that of the current phase.
+        """
+        if callback in self._users_callbacks:
+            current_phase.enter(f"{hook} of callback {type(callback).__name__}", step=step)
