@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -178,7 +179,8 @@ def stop_requested_on_any_rank(stop_requested: bool, group: dist.ProcessGroup | 
     return bool(flag)
 
 
-class until_stop_requested(Iterator[T]):  # noqa: N801  # called like the functions of itertools
+@dataclass(eq=False)
+class until_stop_requested(Iterable[T]):  # noqa: N801  # called like the functions of itertools
     """Yields items until any rank has a request to stop; all ranks stop at the same item.
 
     Args:
@@ -191,22 +193,16 @@ class until_stop_requested(Iterator[T]):  # noqa: N801  # called like the functi
         ended_early: Whether a request to stop has ended the iteration.
     """
 
-    def __init__(
-        self,
-        items: Iterable[T],
-        stop_requested: Callable[[], bool],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.ended_early = False
-        self._items = enumerate(items)
-        self._stop_requested = stop_requested
-        self._group = group
+    items: Iterable[T]
+    stop_requested: Callable[[], bool]
+    group: dist.ProcessGroup | None
+    ended_early: bool = field(default=False, init=False)
 
-    def __next__(self) -> T:
-        index, item = next(self._items)
-        if index % CHECK_EVERY == 0 and stop_requested_on_any_rank(
-            self._stop_requested(), self._group
-        ):
-            self.ended_early = True
-            raise StopIteration
-        return item
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items, once."""
+        for index, item in enumerate(self.items):
+            if index % CHECK_EVERY == 0:
+                self.ended_early = stop_requested_on_any_rank(self.stop_requested(), self.group)
+                if self.ended_early:
+                    return
+            yield item
