@@ -37,7 +37,6 @@ _PER_RANK_VARIABLES = (
     "PET_",
     "MASTER_",
     "TORCHELASTIC_",
-    "DISTMP_STORE",
     "TORCHINDUCTOR_CACHE_DIR",
 )
 # Suffixes of files that Python runs.
