@@ -154,9 +154,8 @@ class RecordWriter:
             return
         if last and last[0].step == step:
             self.rewind(step - 1)
-            values: dict[str, Any] = {"validation_loss": loss}
-            values["validation_metrics"] = dict(metrics) or None
-            self.write(dataclasses.replace(last[0], **values))
+            own = dict(metrics) or None
+            self.write(dataclasses.replace(last[0], validation_loss=loss, validation_metrics=own))
 
     def close(self) -> None:
         """Close the file; warn if buffered records are lost."""
