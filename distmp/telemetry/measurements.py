@@ -89,9 +89,8 @@ def begin_peak(device: torch.device) -> int:
 
 def peak_since(start: int, device: torch.device) -> int:
     """Return the peak memory since `begin_peak` minus `start`, in bytes."""
-    if device.type == "cuda":
-        return peak_memory_bytes(device) - start
-    return _status("VmHWM") - start
+    peak = peak_memory_bytes(device) if device.type == "cuda" else _status("VmHWM")
+    return peak - start
 
 
 def _status(name: str) -> int:
