@@ -141,8 +141,7 @@ class Validation(Callback):
     def _validate(self, trainer: TrainingLoop, *, last: bool) -> None:
         if self._dataset is None:
             return
-        settings = self._settings
-        samples = settings.final_samples if last else settings.samples
+        samples = self._settings.final_samples if last else self._settings.samples
         if last:
             trainer.console.message("validating on the held-out samples")
         with trainer.timer.paused():
