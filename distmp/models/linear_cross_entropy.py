@@ -84,7 +84,7 @@ def linear_cross_entropy(
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if casts else None
     with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
-        loss_sum: Tensor = _LinearCrossEntropy.apply(
+        return _LinearCrossEntropy.apply(
             hidden.flatten(0, -2),
             weight,
             targets.flatten(),
@@ -92,7 +92,6 @@ def linear_cross_entropy(
             torch.is_grad_enabled(),
             _compute_chunk if backend is None else _compiled_chunk(backend),
         )
-    return loss_sum
 
 
 def project(
