@@ -160,23 +160,22 @@ def plan_hosts(
 def _rendezvous_options(
     hosts: list[Host], ssh: list[str], given: UserOptions, network: Network
 ) -> tuple[ExplainedValue[str], ...]:
-    run_id = given.rdzv_id or f"hosts-{uuid.uuid4().hex[:12]}"
-    port = ExplainedValue(given.port, "--port") if given.port else random_port()
     options = []
     if given.nnodes is None:
         options.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))
     if given.rdzv_endpoint is None:
+        port = ExplainedValue(given.port, "--port") if given.port else random_port()
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
         rank = ExplainedValue(0, "--hosts")
         address, reason = address_of(head, rank, job, len(hosts), network)
-        endpoint = join_port(address, port.value)
-        reason = f"{reason}; port: {port.reason}"
-        options.append(ExplainedValue(f"--rdzv-endpoint={endpoint}", reason))
+        option = f"--rdzv-endpoint={join_port(address, port.value)}"
+        options.append(ExplainedValue(option, f"{reason}; port: {port.reason}"))
     else:
         refuse_port(given, "set the port in --rdzv-endpoint HOST:PORT")
     if given.rdzv_id is None:
+        run_id = f"hosts-{uuid.uuid4().hex[:12]}"
         options.append(ExplainedValue(f"--rdzv-id={run_id}", "random, new for every launch"))
     return tuple(options)
 
