@@ -199,9 +199,7 @@ _SLURM_STEP = LauncherVariables(
 )
 # In order of precedence: mpirun starts its processes within those of srun, and Flux sets PMI_SIZE.
 PROCESSES = (
-    _prefixed("OMPI_COMM_WORLD_"),
-    _prefixed("MV2_COMM_WORLD_"),
-    _prefixed("JSM_NAMESPACE_"),
+    *map(_prefixed, ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "JSM_NAMESPACE_")),
     LauncherVariables("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID"),
     LauncherVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     # PMIx provides no number of processes; mpirun also sets this one.
