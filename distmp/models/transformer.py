@@ -150,9 +150,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.groups = config.heads, config.groups
         width = config.dimension // config.heads
-        self.query_key_value = Projection(
-            config.dimension, (config.heads + 2 * config.groups) * width
-        )
+        self.query_key_value = Projection(config.dimension, (self.heads + 2 * self.groups) * width)
         self.query_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
         self.key_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
         self.output = Projection(config.dimension, config.dimension, residual_std)
