@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import nearest
 from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.annotations import IGNORED, Section, dangerous
 from distmp.utils.imports import load_function
@@ -87,9 +87,8 @@ class ModelConfig(Section, section="model"):
         """
         if self.is_hugging_face:
             locate(self.name)
-        elif not self.is_import_path and self.name != "transformer":
-            hint = "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'"
-            raise ConfigError("model.name", self.name, hint)
+        hint = "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'"
+        self._require(":" in self.name or self.name == "transformer", "name", hint)
         hint = "write 'next_token' or an import path 'module:callable'"
         self._require(":" in self.loss or self.loss == "next_token", "loss", hint)
         self._require(self.size in SIZES, "size", nearest(self.size, SIZES))
