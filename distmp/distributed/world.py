@@ -274,7 +274,6 @@ def _initialize_group(
     on_store: Callable[[], object] = lambda: None,
 ) -> None:
     _check_address(environment.world_size)
-    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     store = rendezvous_store.for_this_start(timeout_seconds)
     on_store()
     flight_recorder.enable()
@@ -283,7 +282,7 @@ def _initialize_group(
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
     )
 
 
