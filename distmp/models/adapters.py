@@ -88,7 +88,6 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
 
     check_settings(values)
     is_hugging_face = hasattr(getattr(model, "config", None), "model_type")
-    task = "CAUSAL_LM" if is_hugging_face else None
     forwards = {name: type(part).forward for name, part in model.named_modules()}
     tied = tied_parameters(model)
     if any(_layers(model)):
@@ -97,7 +96,7 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     hint = f"name layers to adapt; {_linear_layers(forwards)}"
     require(valid, f"{SETTING}.target_modules", None, hint)
     try:
-        config = peft.LoraConfig(**{"task_type": task, **values})
+        config = peft.LoraConfig(task_type="CAUSAL_LM" if is_hugging_face else None, **values)
         # Adapters are created on the meta device; `_create` gives them memory. peft would move them
         # to the device of the layer, which torch refuses for fake tensors.
         move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
