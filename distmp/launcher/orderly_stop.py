@@ -145,9 +145,8 @@ class OrderlyStop:
         codes = _exit_codes()
         if any(codes.values()):  # torchrun ends the others by SIGTERM
             _send(os.killpg, codes, signal.SIGCONT)
-        if self.received is None and (
-            died := [code for code in codes.values() if code in _REQUESTS]
-        ):
+        died = [code for code in codes.values() if code in _REQUESTS]
+        if died and self.received is None:
             self._forward(-died[0], frame)
         orderly = any(code in _ORDERLY for code in codes.values())
         if not orderly and (self.received is None or set(codes.values()) <= {None}):
