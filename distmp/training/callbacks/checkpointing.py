@@ -142,8 +142,7 @@ class Checkpointing(Callback):
             step, tensors, numbers, held, health = self._state(trainer)
             marked = health._replace(problem=health.problem or problem.partition(";")[0])
             self.writer.save(step, tensors, numbers, held, marked, wait=True)
-        directory = trainer.directory.checkpoints
-        return trainer.world.ranks.from_rank_0(lambda: _last_healthy(directory))
+        return trainer.world.ranks.from_rank_0(lambda: _last_healthy(trainer.directory.checkpoints))
 
     def _save(self, trainer: TrainingLoop) -> None:
         current_phase.enter(SAVING, transfers=True)
