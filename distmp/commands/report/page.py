@@ -185,7 +185,6 @@ def page(runs: Sequence[RecordedRun]) -> str:
     """Return the HTML of a report on one run, or on two side by side."""
     from jinja2 import Template
 
-    summaries = [run.summary() for run in runs]
     columns = [{name: value_text(value) for name, value in run.config.items()} for run in runs]
     settings = _rows(columns, "null")
     template = resources.files("distmp.commands.report").joinpath("report.html").read_text()
@@ -193,7 +192,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         title=" and ".join(run.name for run in runs),
         runs=runs,
         names=["", *(run.name for run in runs)],
-        summary=_rows(summaries, ""),
+        summary=_rows([run.summary() for run in runs], ""),
         charts=base64.b64encode(image(runs)).decode(),
         settings=settings,
         different=[row for row in settings if len(set(row[1:])) > 1],
