@@ -211,8 +211,7 @@ class Restarts:
             return str(noted)
         if self.store is not None:
             before = rendezvous_store.for_attempt(self.store, self.count - 1)
-            ending = ending_of(rendezvous_store.PrefixStore("peers", before))
-            if ending is not None:
+            if ending := ending_of(rendezvous_store.PrefixStore("peers", before)):
                 return ending.cause
         return "ranks were killed, or their machine was lost"
 
