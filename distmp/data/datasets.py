@@ -177,6 +177,7 @@ def _build_from_callable(config: DataConfig) -> Datasets:
     with generators_kept():  # a split at random has to be the same in both calls
         train = _call(config, function, "train")
     require(train is not None, "data.source", config.source, "returned None for split='train'")
+    check_workers("data.workers", config.workers, train)
     validation = _call(config, function, "validation")
     size = attribute_of(train, "vocabulary_size")
     return _described(config.source, train, validation, size)
@@ -189,8 +190,6 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
     if found := problem_of(dataset):
         problem = f"for split={split!r} it returned a {type(dataset).__name__}, which {found}"
         raise ConfigError("data.source", config.source, problem)
-    if split == "train":
-        check_workers("data.workers", config.workers, dataset)
     return dataset
 
 
