@@ -88,8 +88,7 @@ class CollectiveRecorder(TorchDispatchMode):
         self.start()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        collective = started(func, args)
-        if collective is not None:
+        if collective := started(func, args):
             self.collectives.append(
                 collective._replace(microbatch=self.microbatch, updated=self.updated)
             )
