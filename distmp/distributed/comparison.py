@@ -218,7 +218,5 @@ def on_host(group: Mapping[str, Any], *, waits: bool = False) -> Iterator[tuple[
 class _Unquoted(str):
     """Text that an error message shows without quotes."""
 
-    __slots__ = ()
-
     def __repr__(self) -> str:
         return str(self)
