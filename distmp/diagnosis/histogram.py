@@ -106,18 +106,13 @@ class ExponentHistogram:
         It is the smallest scale from 1 on at which no value is subnormal. It is limited so that the
         largest value stays a factor of 2^margin_exponent below overflow, and to 2^100.
         """
-        occupied = [
-            (row, fraction_class)
-            for row in range(SPECIAL)
-            for fraction_class, count in enumerate(self._rows[row])
-            if count
-        ]
+        occupied = [row for row in range(SPECIAL) if any(self._rows[row])]
         if not occupied:
             return None
-        largest, largest_class = occupied[-1]
-        overflows_early = largest_class == CLASSES - 1
+        largest = occupied[-1]
+        overflows_early = self._rows[largest][CLASSES - 1] > 0
         highest = LARGEST - overflows_early - (largest - BIAS) - margin_exponent
-        useful = max(0, SMALLEST_NORMAL - (occupied[0][0] - BIAS))
+        useful = max(0, SMALLEST_NORMAL - (occupied[0] - BIAS))
         return math.ldexp(1.0, min(highest, useful, MOST_SCALE_EXPONENT))
 
 
