@@ -78,11 +78,10 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
         return
     state = engine.state_dict() | {f"ema/{name}": value for name, value in (average or {}).items()}
     tensors = _replicated_tensors(engine.module, state)
+    found = digests(tensors, world.device).tolist()
     described = {
         name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
-        for (name, tensor), digest in zip(
-            tensors.items(), digests(tensors, world.device).tolist(), strict=True
-        )
+        for (name, tensor), digest in zip(tensors.items(), found, strict=True)
     }
     try:
         check_same(world.group, world.device, described, ADVICE)
@@ -131,19 +130,13 @@ def _replicated_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[
     entries = {name: tensor for name, tensor in state.items() if name not in buffers}
     for name, parameter in module.named_parameters():
         entries[f"module/{name}"] = parameter.detach()
-    replicated: dict[str, Tensor] = {}
-    seen: set[tuple[int, torch.dtype]] = set()
+    replicated: dict[object, tuple[str, Tensor]] = {}
     for name, tensor in entries.items():
-        local = _local(tensor)
-        if local is None:
-            continue
-        # Without 16-bit parameters the module's parameters are the FP32 weights.
-        memory = (local.data_ptr(), local.dtype)
-        if local.numel() and memory in seen:
-            continue
-        seen.add(memory)
-        replicated[name] = local
-    return replicated
+        if (local := _local(tensor)) is not None:
+            # Without 16-bit parameters the module's parameters are the FP32 weights.
+            memory = (local.data_ptr(), local.dtype) if local.numel() else name
+            replicated.setdefault(memory, (name, local))
+    return dict(replicated.values())
 
 
 def _local(tensor: Tensor) -> Tensor | None:
