@@ -121,12 +121,8 @@ class SetupError(DistmpError):
     def __init__(self, messages: dict[int, str], exit_code: int) -> None:
         self.exit_code = exit_code
         by_message = keys_by_value(messages)
-        if len(by_message) == 1:
-            super().__init__(next(iter(by_message)))
-        else:
-            super().__init__(
-                "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_message.items())
-            )
+        named = [f"{rank_names(ranks)}: {text}" for text, ranks in by_message.items()]
+        super().__init__("; ".join(named if len(named) > 1 else by_message))
 
 
 class CheckpointError(DistmpError, RuntimeError):
