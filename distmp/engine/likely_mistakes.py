@@ -45,11 +45,8 @@ class FirstStep:
     def before(self, batch: Any) -> None:
         """Compare the first microbatches of ranks; all ranks call it."""
         world = self._setup.world
-        if (
-            self._warns
-            and world.world_size > 1
-            and len({*world.ranks.gather(checksum(batch))}) == 1
-        ):
+        compares = self._warns and world.world_size > 1
+        if compares and len({*world.ranks.gather(checksum(batch))}) == 1:
             self._warnings["same batch"] = (
                 f"all {world.world_size} ranks were given the same first microbatch, so "
                 "further ranks do not help; give each rank its own samples (DistributedSampler, or "
