@@ -138,13 +138,8 @@ class Recording:
 
     def view(self, tensor: Tensor) -> _View:
         """Return the place of a fake tensor."""
-        return _View(
-            self._number(tensor),
-            tensor.dtype,
-            tuple(tensor.size()),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        size, offset = tuple(tensor.size()), int(tensor.storage_offset())
+        return _View(self._number(tensor), tensor.dtype, size, tensor.stride(), offset)
 
     def add(
         self, function: Any, args: Any, kwargs: dict[str, Any], result: Any, seed: int | None
