@@ -94,34 +94,31 @@ def optimizer_factory(
         # The fused kernel unscales, clips and skips on the device, without a host synchronization.
         # Older releases of torch have no fused Adagrad for CUDA.
         options.setdefault("fused", build is not torch.optim.Adagrad)
-    return _with_groups(config, build, options)
+    return partial(_with_groups, config, build, options)
 
 
 def _with_groups(
     config: OptimizerConfig,
     build: Callable[..., torch.optim.Optimizer],
     options: dict[str, Any],
-) -> OptimizerFactory:
-    """Return the function that builds an optimizer on groups with and without weight decay."""
-
-    def create(named_parameters: NamedParameters) -> torch.optim.Optimizer:
-        groups = weight_decay_groups(named_parameters, config.weight_decay)
-        try:
-            optimizer: torch.optim.Optimizer = build(groups, **options)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = f"refused by {config.name}: {error}"
-            raise ConfigError("optim.options", config.options, problem) from error
-        problem = (
-            f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
-            "torch.optim.Optimizer"
-        )
-        valid = isinstance(optimizer, torch.optim.Optimizer)
-        require(valid, "optim.name", config.name, problem)
-        return optimizer
-
-    return create
+    named_parameters: NamedParameters,
+) -> torch.optim.Optimizer:
+    """Build an optimizer on groups with and without weight decay."""
+    groups = weight_decay_groups(named_parameters, config.weight_decay)
+    try:
+        optimizer: torch.optim.Optimizer = build(groups, **options)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = f"refused by {config.name}: {error}"
+        raise ConfigError("optim.options", config.options, problem) from error
+    problem = (
+        f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
+        "torch.optim.Optimizer"
+    )
+    valid = isinstance(optimizer, torch.optim.Optimizer)
+    require(valid, "optim.name", config.name, problem)
+    return optimizer
 
 
 def weight_decay_groups(
