@@ -315,10 +315,7 @@ def build_on_shards(
     ]
     optimizer = build_on(factory, placeholders)
     _check_elementwise(optimizer, quiet=quiet)
-    shard_of = {
-        id(placeholder): shard
-        for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
-    }
+    shard_of = {id(p): shard for (_, p), (_, shard) in zip(placeholders, shards, strict=True)}
     for group in optimizer.param_groups:
         group["params"] = [shard_of[id(parameter)] for parameter in group["params"]]
     if optimizer.state:  # some, such as Adagrad, create it immediately, with the wrong shape
