@@ -199,8 +199,4 @@ def version_counters(tensors: Iterable[Tensor]) -> list[int]:
 
 def under(prefix: str, entries: Mapping[str, T]) -> dict[str, T]:
     """Return the entries whose names begin with a prefix, without it."""
-    return {
-        name.removeprefix(prefix): entry
-        for name, entry in entries.items()
-        if name.startswith(prefix)
-    }
+    return {n.removeprefix(prefix): entry for n, entry in entries.items() if n.startswith(prefix)}
