@@ -197,8 +197,6 @@ def log_formats(
 
 
 def _formats(formats: linear.ProductFormats) -> str:
-    products = ", ".join(
-        f"{product} {getattr(formats, product) or 'bf16'}"
-        for product in ("forward", "grad", "wgrad")
-    )
+    names = ("forward", "grad", "wgrad")
+    products = ", ".join(f"{name} {getattr(formats, name) or 'bf16'}" for name in names)
     return f"{products}, scaling {formats.scaling}"
