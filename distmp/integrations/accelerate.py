@@ -452,9 +452,8 @@ def fsdp_plugin(
         ConfigError: If the plugin has another precision.
     """
     plugin = utils.FullyShardedDataParallelPlugin() if plugin is None else plugin
-    precision = (
-        builders.fsdp2_policy(policy) if plugin.fsdp_version == 2 else builders.fsdp1_policy(policy)
-    )
+    build = builders.fsdp2_policy if plugin.fsdp_version == 2 else builders.fsdp1_policy
+    precision = build(policy)
     given = plugin.mixed_precision_policy
     problem = f"the policy {policy.name} sets it to {precision}; remove it"
     require(given in (None, precision), "fsdp_plugin.mixed_precision_policy", given, problem)
