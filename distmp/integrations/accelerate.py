@@ -372,11 +372,8 @@ def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:
     """Warn that a policy overrides another precision of `accelerate launch`."""
     launched = os.environ.get(PRECISION_VARIABLE, "no")
     if launched not in ("no", used):
-        logger.warning(
-            "accelerate was launched with mixed_precision %s; the policy %s overrides it",
-            launched,
-            policy.name,
-        )
+        message = "accelerate was launched with mixed_precision %s; the policy %s overrides it"
+        logger.warning(message, launched, policy.name)
 
 
 def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
