@@ -91,10 +91,8 @@ class StateToSave(NamedTuple):
             )
         tensors = engine.state_dict()
         applied, unapplied, skipped = tensors["engine/counts"].tolist()
-        problem = None
-        if skipped >= WARN_AFTER_SKIPS:
-            problem = f"the last {skipped} steps were all skipped"
-        health = Health(problem, skipped)
+        problem = f"the last {skipped} steps were all skipped"
+        health = Health(problem if skipped >= WARN_AFTER_SKIPS else None, skipped)
         return cls(applied + unapplied, tensors, engine.updated_by_optimizer(), health)
 
 
@@ -251,11 +249,9 @@ def _checked(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _retention(keep: int | None) -> Retention:
-    if keep is None:
-        return Retention(sys.maxsize)
-    valid = type(keep) is int and keep >= 1
+    valid = keep is None or (type(keep) is int and keep >= 1)
     require(valid, "keep", keep, "use 1 or more checkpoints, or None to keep all")
-    return Retention(keep)
+    return Retention(sys.maxsize if keep is None else keep)
 
 
 def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
