@@ -150,9 +150,8 @@ class TrainerMixin(_TrainerBase):
         counted = [_count(batch, shifted=shifted, pixel=pixel) for batch in batches]
         values = [int(count) for count, _ in counted]
         counts = torch.tensor(values, dtype=torch.int64).to(device)
-        own = torch.tensor(
-            [[sum(values), len(batches), len(batches) < num_batches]], dtype=torch.float64
-        ).to(device)
+        sums = [sum(values), len(batches), len(batches) < num_batches]
+        own = torch.tensor([sums], dtype=torch.float64).to(device)
         is_first = self.state.global_step == 0
         self.accelerator.averages_losses = is_first and max(values, default=0) > 1
         total, microbatches, ended = self.accelerator.gather(own).sum(0).tolist()  # the only wait
@@ -222,8 +221,7 @@ class TrainerMixin(_TrainerBase):
                 " is zero; check the labels of the data",
                 self.state.global_step + 1,
             )
-        shares = counts.double() * self.accelerator.num_processes / max(total, 1)
-        return shares.float()
+        return (counts.double() * self.accelerator.num_processes / max(total, 1)).float()
 
     def _report_incomplete_step(self, microbatches: int) -> None:
         if microbatches > 0 and self.accelerator.is_main_process:
