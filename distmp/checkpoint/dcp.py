@@ -78,7 +78,6 @@ def write(
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     files, planner = _Files(), _SavePlanner(finite)
-    _silence(ranks)
     with _one_error(ranks, goal):
         state_dict_saver.save(
             dict(tensors),
@@ -102,7 +101,6 @@ def read(goal: str, path: Path, index: Metadata, tensors: dict[str, Tensor], ran
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    _silence(ranks)
     with _one_error(ranks, goal):
         state_dict_loader.load(
             dict(tensors),
@@ -114,7 +112,15 @@ def read(goal: str, path: Path, index: Metadata, tensors: dict[str, Tensor], ran
 
 @contextmanager
 def _one_error(ranks: Ranks, goal: str) -> Iterator[None]:
-    """Turn the error of DCP, which all ranks raise, into a `CheckpointError`."""
+    """Turn the error of DCP, which all ranks raise, into a `CheckpointError`.
+
+    Silences warnings of DCP that users cannot act on: one reports that there is no process group,
+    the other a deprecation inside torch 2.10. The filters stay: restoring them would undo changes
+    that other threads make in the meantime.
+    """
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    if not ranks.distributed:
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
     try:
         yield
     except CheckpointException as error:
@@ -227,14 +233,3 @@ class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the given index instead of unpickling the file."""
         return self._index
-
-
-def _silence(ranks: Ranks) -> None:
-    """Silence warnings of DCP that users cannot act on.
-
-    One reports that there is no process group, the other a deprecation inside torch 2.10. The
-    filters stay: restoring them would undo changes that other threads make in the meantime.
-    """
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-    if not ranks.distributed:
-        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
