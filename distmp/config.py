@@ -109,11 +109,8 @@ class BatchConfig:
 class PrecisionConfig:
     """Precision policy, loss scale, and handling of overflows."""
 
-    policy: str | dict[str, Any] = field(
-        default="auto",
-        # A run that resumes compares the resolved policy.
-        metadata=HARMLESS,
-    )
+    # A run that resumes compares the resolved policy.
+    policy: str | dict[str, Any] = field(default="auto", metadata=HARMLESS)
     """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, fp8,
     fp8-rowwise, mxfp8, nvfp4, or auto for the best one that the device supports. Append changes
     after a comma: bf16,keep_fp32=norm. In a file this may be a section: 'preset: bf16', and a
