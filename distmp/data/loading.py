@@ -7,8 +7,9 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from distmp.data.order import Division, MicrobatchSampler
-from distmp.data.streams import Step, StreamSteps, sample_checksum
+from distmp.data.streams import Step, StreamSteps, sample_checksum, seeded_samples
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.comparison import check_same
 from distmp.distributed.failing_together import describe, explain_lost_peers
@@ -27,7 +28,7 @@ from distmp.distributed.world import World
 from distmp.errors import DataError, DistmpError, listed
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.processes import signal_when_parent_ends
-from distmp.utils.tensor_trees import described
+from distmp.utils.tensor_trees import checksum, described, leaves
 
 
 def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
@@ -164,6 +165,48 @@ def check_same_data(
         sampler = MicrobatchSampler(division, len(dataset), 0, shuffle=False)
         seeded = SeededMicrobatches(dataset, 0, _unchanged)
         check_same_source(group, setting, _description(sampler, seeded, 0))
+
+
+def content_digest(dataset: Any, workers: int) -> str | None:
+    """Return the digest of a dataset, or a checksum of up to 16 samples, the same in every run.
+
+    Values that differ between two reads of these samples, such as images that are augmented at
+    random, do not count.
+
+    Args:
+        dataset: Map-style dataset or stream, of which the first samples count. It may have a method
+            `digest() -> str`.
+        workers: Processes that prepare microbatches. With some, such a process reads: they would
+            share the positions of files that this process has opened.
+
+    Returns:
+        None if no value counts, or samples cannot be read, which training reports.
+    """
+    if hasattr(dataset, "digest"):
+        return dataset.digest()
+    alone: Any = [dataset]
+    with generators_kept(), suppress(Exception):
+        loader = TorchDataLoader(alone, num_workers=min(workers, 1), collate_fn=_content_digest)
+        with _ending_workers(reader := iter(loader)):
+            return next(reader)
+    return None
+
+
+def _content_digest(alone: Sequence[Any]) -> str | None:
+    once, again = ([*_checksums(alone[0], seed)] for seed in range(2))
+    same = [value for value, other in zip(once, again, strict=False) if value == other]
+    return f"{checksum(same):08x}" if same else None
+
+
+def _checksums(dataset: Any, seed: int) -> Iterator[tuple[int, ...]]:
+    """Yield the checksums of each value over the samples, such as of all labels."""
+    samples: Iterator[Any] = islice(seeded_samples(dataset), _COMPARED_SAMPLES)
+    if not is_stream(dataset):
+        count = min(_COMPARED_SAMPLES, len(dataset))
+        seeded = SeededMicrobatches(dataset, seed, _unchanged)
+        samples = (seeded.sample(i, i * len(dataset) // count) for i in range(count))
+    parts = ([sample_checksum(part) for part in leaves(_with_tensors(each))] for each in samples)
+    return zip(*parts, strict=False)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -30,6 +30,7 @@ from distmp.utils.settings import flat, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
+_OTHER_HELD_OUT = ResumeRule("consequential", "held-out losses do not compare with earlier ones")
 _OTHER_ROUNDING = ResumeRule("consequential", "forward, backward and reductions round differently")
 _HARMLESS = ResumeRule("harmless")
 
@@ -39,6 +40,8 @@ RUN_PROPERTIES = {
     "samples in the data": ("data", "samples", _OTHER_SAMPLES),
     "vocabulary of the data": ("data", "vocabulary", _OTHER_TOKENS),
     "digest of the data": ("data", "digest", _OTHER_SAMPLES),
+    "held-out samples": ("data", "held_out", _OTHER_HELD_OUT),
+    "digest of the held-out data": ("data", "held_out_digest", _OTHER_HELD_OUT),
     "number of ranks": ("ranks", "number", _HARMLESS),
     "device": ("ranks", "device", _HARMLESS),
     "resolved precision": ("ranks", "precision", _OTHER_ROUNDING),
@@ -133,13 +136,13 @@ def run_fingerprint(
     Args:
         config: The resolved configuration.
         datasets: The data of the run.
-        world: The ranks.
+        world: The ranks; all have to call it.
         policy: The resolved precision policy.
     """
     installed = versions()
     return {
         "configuration": masked(to_json(config)),
-        "data": identity(datasets),
+        "data": world.ranks.from_rank_0(lambda: identity(datasets, config.data.workers)),
         "ranks": {
             "number": world.world_size,
             "device": world.device.type,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
@@ -254,6 +255,7 @@ def test_checkpoint_of_other_run_is_refused_unchanged(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "step-000006" in message
     lines = [line.strip().split(" (")[0] for line in message.splitlines() if line.startswith("  ")]
+    assert lines.pop().startswith("digest of the data: ")
     assert lines == [
         "seed: 1 -> 2",
         'data.options: {} -> {"poison": 2.0}',
@@ -303,6 +305,74 @@ def test_allowed_changes_are_reported_once(
         "changed: optim.lr: 0.01 -> 0.02",
         "changed: resolved precision: fp32 -> fp16",
     ]
+
+
+class Edited(Samples):
+    """Samples with other labels, and noise from a generator that distmp does not seed."""
+
+    def __init__(self, size: int, shift: int, noise: float) -> None:
+        super().__init__(augmented=False, poison=1.0)
+        self.size, self.labels = size, (self.labels + shift) % CLASSES
+        self.noise, self.generator = noise, np.random.default_rng()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        noise = torch.from_numpy(self.generator.normal(size=INPUTS) * self.noise)
+        return {**sample, "inputs": sample["inputs"] + noise.float()}
+
+
+class EditedStream(IterableDataset[Any]):
+    def __init__(self, samples: Edited) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+# What stands in the files of `edited`: shifts of labels for training and validation, and a size.
+files = {"train": 0, "validation": 0, "held out": 6}
+
+
+def edited(split: str, sequence_length: int, noise: float = 0.0, stream: bool = False) -> Any:
+    size = SIZE if split == "train" else files["held out"]
+    samples = Edited(size, files[split], noise)
+    return EditedStream(samples) if stream else samples
+
+
+REFUSED = "belongs to another run:\n  digest of the data: .* refers to other samples"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{}, {"noise": 0.1}, {"stream": True}, {"noise": 0.1, "stream": True}], ids=str
+)
+def test_edited_data_is_noticed(
+    tmp_path: Path,
+    options: dict[str, Any],
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = {"source": f"{HERE}:edited", "options": options, "workers": workers}
+
+    def resume(steps: int) -> list[str]:
+        caplog.clear()
+        train(configuration(tmp_path / "run", data=data, steps=steps, resume="auto"))
+        return [record.getMessage() for record in caplog.records if record.name == "distmp"]
+
+    resume(3)
+    assert not [line for line in resume(4) if "data" in line]
+    monkeypatch.setitem(files, "validation", 1)
+    assert [line for line in resume(5) if "digest of the held-out data" in line]
+    monkeypatch.setitem(files, "held out", 9)
+    sizes = [line for line in resume(6) if "held-out samples: 6 -> 9" in line]
+    assert len(sizes) == (not options.get("stream"))
+    monkeypatch.setitem(files, "train", 1)
+    with pytest.raises(SetupError, match=REFUSED):
+        resume(7)
 
 
 def shuffled(split: str, sequence_length: int) -> Subset[dict[str, Tensor]]:

@@ -63,7 +63,13 @@ def test_checkpoint_contains_configuration_data_and_versions() -> None:
     found = numbers({"seed": 7, "log": {"trackers": ["tensorboard"]}})
     assert found["configuration"]["seed"] == 7
     assert found["configuration"]["log"]["trackers"] == ["tensorboard"]
-    assert found["data"] == {"samples": 8, "vocabulary": 257, "digest": "d"}
+    assert found["data"] == {
+        "samples": 8,
+        "vocabulary": 257,
+        "digest": "d",
+        "held_out": None,
+        "held_out_digest": None,
+    }
     assert found["ranks"] == {"number": 1, "device": "cpu", "precision": "fp32"}
     assert found["versions"]["torch"] == torch.__version__
     assert from_mapping(RunConfig, found["configuration"]).seed == 7
