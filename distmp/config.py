@@ -98,7 +98,9 @@ class BatchConfig:
     )
     """Samples per optimizer step, over all ranks and microbatches."""
 
-    microbatch_size: int = field(default=16, metadata=HARMLESS)
+    microbatch_size: int = field(
+        default=16, metadata=consequential("masks of dropout and batch statistics change")
+    )
     """Samples per forward and backward on one rank."""
 
     def __post_init__(self) -> None:

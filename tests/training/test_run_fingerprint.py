@@ -83,12 +83,18 @@ def test_equal_runs_have_no_changes() -> None:
 def test_nested_settings_and_environment_are_compared() -> None:
     before = numbers({"optim": {"lr": 1e-3}, "precision": {"loss_scale": {"init": 4.0}}})
     now = numbers(
-        {"optim": {"lr": 3e-4}, "precision": {"loss_scale": {"init": 8.0}}},
+        {
+            "optim": {"lr": 3e-4},
+            "precision": {"loss_scale": {"init": 8.0}},
+            "batch": {"microbatch_size": 8},
+        },
         world=World(0, 4, torch.device("cpu"), None),
         precision="bf16",
     )
     found = changes_since(before, now)
     assert found.harmless == {"number of ranks": "number of ranks: 1 -> 4"}
+    line = found.consequential.pop("batch.microbatch_size")
+    assert line.endswith(": 16 -> 8 (masks of dropout and batch statistics change)")
     assert [line.split(" (")[0] for line in found.consequential.values()] == [
         "precision.loss_scale.init: 4.0 -> 8.0",
         "optim.lr: 0.001 -> 0.0003",
