@@ -26,23 +26,18 @@ from distmp.utils.settings import flat
 # Kinds of inputs.
 VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"
 CODE, DATA = "code", "data"
-# Prefixes of variables that may differ between ranks.
-_PER_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "CUDA_VISIBLE_DEVICES",
-    "PET_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "TORCHINDUCTOR_CACHE_DIR",
+# Variables that may differ between ranks.
+_PER_RANK_VARIABLES = re.compile(
+    "RANK|LOCAL_|(GLOO|NCCL)_SOCKET_IFNAME|CUDA_VISIBLE_DEVICES|PET_|MASTER_|TORCHELASTIC_|"
+    "TORCHINDUCTOR_CACHE_DIR"
+)
 )
 # Suffixes of files that Python runs.
 _CODE_SUFFIXES = (".py", ".so")
 # A directory of images may have millions of files.
 _MOST_FILES = 10_000
+# The text "a.b as c, d" of "import a.b as c, d", and "a.b import c" of "from a.b import c".
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w[\w., \t]*)", re.MULTILINE)
 _IMPORT_PATH = re.compile(r'"([A-Za-z_]\w*)[\w.]*:[A-Za-z_][\w.]*"')
 
 
@@ -60,7 +55,7 @@ def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
         ENVIRONMENT: {
             name: value
             for name, value in relevant(os.environ).items()
-            if not name.startswith(_PER_RANK_VARIABLES)
+            if not _PER_RANK_VARIABLES.match(name)
         },
     }
     if with_files:
@@ -70,19 +65,33 @@ def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
 
 
 def _code(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of distmp, and of the packages and modules that settings name."""
-    named = _IMPORT_PATH.findall(json.dumps(values, default=str))
-    for name in sorted({"distmp", *named}):
+    """Yield the files of distmp, the script, and what settings name, and of what those import.
+
+    Installed packages count only if settings name them.
+    """
+    named = {"distmp", *_IMPORT_PATH.findall(json.dumps(values, default=str))}
+    names = sorted(named)
+    if (main := sys.modules["__main__"]).__spec__ is None:  # a script, not `python -m`
+        names.append(Path(getattr(main, "__file__", "")).stem)
+    for name in names:  # which become more
         # As in `load_object`, which also searches the working directory.
         spec = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
-        if spec is None:
-            continue
-        for directory in map(Path, spec.submodule_search_locations or ()):
-            for path in _below(directory):
+        places = [] if spec is None else spec.submodule_search_locations or [str(spec.origin)]
+        for place in map(Path, places):
+            installed = not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+            files = () if installed and name not in named else _files(place.name, place)
+            for file, path in files:
                 if path.suffix in _CODE_SUFFIXES:
-                    yield str(path.relative_to(directory.parent)), path
-        if spec.origin is not None and not spec.submodule_search_locations:
-            yield Path(spec.origin).name, Path(spec.origin)
+                    yield file, path
+                if path.suffix == ".py" and not installed and os.access(path, os.R_OK):
+                    names += sorted(_imported(path).difference(names))
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the packages and modules that a file imports, without the standard library's."""
+    lines = _IMPORT.findall(path.read_text(errors="replace"))
+    modules = ",".join(line.partition(" import ")[0] for line in lines)
+    return {*re.findall(r"(?:^|,)\s*(\w+)", modules)} - sys.stdlib_module_names
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -116,13 +125,9 @@ def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
     if os.path.isfile(path):
         yield location, path
     elif os.path.isdir(path):
-        for file in _below(path):
+        # In the same order on every machine, up to a limit.
+        for file in itertools.islice(_walk(path), _MOST_FILES):
             yield f"{location}/{file.relative_to(path)}", file
-
-
-def _below(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory in the same order on every machine, up to a limit."""
-    return itertools.islice(_walk(directory), _MOST_FILES)
 
 
 def _walk(directory: Path) -> Iterator[Path]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +23,7 @@ from distmp.distributed.world import leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight
 from distmp.training.preflight import is_enabled, join_checked
-from distmp.training.run_inputs import DATA, inputs
+from distmp.training.run_inputs import CODE, DATA, inputs
 from distmp.utils.settings import from_mapping
 from tests.elastic import Job, run_jobs
 from tests.ranks import run_ranks
@@ -238,3 +239,49 @@ def test_options_of_data_that_name_no_file_are_ignored(text: str) -> None:
     data = {"source": "module:function", "options": {"prompt": text}}
     config = from_mapping(RunConfig, {"data": data})
     assert inputs(config, with_files=True)[DATA] == {}
+
+
+def test_code_that_named_modules_import_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code(directory: str, names: str = "own_model:loss", **changed: str) -> dict[str, str]:
+        """Return the digests of the files on a host, except for those of distmp."""
+        files = {
+            "own_model.py": "import json, own_losses as o\nfrom own_package.part import x\n",
+            "own_losses.py": "def loss():\n    from own_late import y\n",
+            "own_late.py": "import numpy, own_missing",
+            "own_script.py": "import own_data  # own_unused",
+            "own_data.py": "",
+            "own_unused.py": "",
+            "own_package/__init__.py": "",
+            "own_package/part.py": "from . import other",
+            "own_package/other.py": "",
+            **changed,
+        }
+        for name, text in files.items():
+            (tmp_path / directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / directory / name).write_text(text)
+        monkeypatch.chdir(tmp_path / directory)
+        config = from_mapping(RunConfig, {"model": {"loss": names}})
+        found = inputs(config, with_files=True)[CODE]
+        return {name: each for name, each in found.items() if not name.startswith("distmp/")}
+
+    script = ModuleType("__main__")
+    script.__file__ = "/anywhere/own_script.py"
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    own = code("a")
+    assert sorted(own) == [
+        "own_data.py",
+        "own_late.py",
+        "own_losses.py",
+        "own_model.py",
+        "own_package/__init__.py",
+        "own_package/other.py",
+        "own_package/part.py",
+        "own_script.py",
+    ]
+    assert code("b") == own
+    for name in own:
+        changed = code("c", **{name: "x = 1"})
+        assert changed[name] != own[name]
+    assert "numpy/__init__.py" in code("d", "numpy:sum")
