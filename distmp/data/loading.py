@@ -80,12 +80,10 @@ def _as_tensor(value: Any) -> Any:
     first = value
     while isinstance(first, list) and first:
         first = first[0]
-    if first is value or not isinstance(first, bool | int | float):
-        return value
-    try:
-        return torch.tensor(value)
-    except (ValueError, TypeError, RuntimeError):  # lists of several lengths or types
-        return value
+    if first is not value and isinstance(first, bool | int | float):
+        with suppress(ValueError, TypeError, RuntimeError):  # lists of several lengths or types
+            return torch.tensor(value)
+    return value
 
 
 # A sample per step of an epoch is compared between ranks, but at most so many, to take little time.
@@ -202,9 +200,9 @@ def _checksums(dataset: Any, seed: int) -> Iterator[tuple[int, ...]]:
     """Yield the checksums of each value over the samples, such as of all labels."""
     samples: Iterator[Any] = islice(seeded_samples(dataset), _COMPARED_SAMPLES)
     if not is_stream(dataset):
-        count = min(_COMPARED_SAMPLES, len(dataset))
+        spread = range(0, len(dataset), -(-len(dataset) // _COMPARED_SAMPLES))
         seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        samples = (seeded.sample(i, i * len(dataset) // count) for i in range(count))
+        samples = (seeded.sample(index, index) for index in spread)
     parts = ([sample_checksum(part) for part in leaves(_with_tensors(each))] for each in samples)
     return zip(*parts, strict=False)
 
