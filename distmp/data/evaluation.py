@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from distmp.data.loading import (
     collate_of,
     is_stream,
 )
-from distmp.data.streams import sample_checksum, seeded_samples
+from distmp.data.streams import sample_checksum
 from distmp.distributed.world import World
 from distmp.utils.generators import generators_kept, seed_generators
 
@@ -57,7 +57,7 @@ def evaluation_batches(
     """
     combine = collate_fn or collate_of(dataset)
     if is_stream(dataset):  # every rank reads the whole stream
-        groups = _grouped(islice(enumerate(seeded_samples(dataset)), samples), microbatch_size)
+        groups = _grouped(islice(enumerate(_seeded(dataset)), samples), microbatch_size)
 
         def read(group: list[tuple[int, Any]]) -> Any:
             with generators_kept():
@@ -73,6 +73,20 @@ def evaluation_batches(
     seeded = SeededMicrobatches(dataset, 0, combine, collate_draws=collate_fn is not None)
     groups = _grouped(zip(indices, indices, strict=True), microbatch_size)
     yield from _own(groups, world, seeded.__getitems__)
+
+
+def _seeded(dataset: Any) -> Iterator[Any]:
+    """Yield the samples of a stream; what it draws depends on their position alone."""
+    with generators_kept():
+        seed_generators("pass 0 0")
+        stream = iter(dataset)
+    for position in count():
+        with generators_kept():
+            seed_generators(f"sample 0 {position}")
+            sample = [*islice(stream, 1)]
+        if not sample:
+            return
+        yield sample[0]
 
 
 def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from distmp.data.order import Division, MicrobatchSampler
-from distmp.data.streams import Step, StreamSteps, sample_checksum, seeded_samples
+from distmp.data.streams import Step, StreamSteps, sample_checksum
 from distmp.distributed.collectives import device_of_host_values
 from distmp.distributed.comparison import check_same
 from distmp.distributed.failing_together import describe, explain_lost_peers
@@ -172,8 +171,8 @@ def content_digest(dataset: Any, workers: int) -> str | None:
     random, do not count.
 
     Args:
-        dataset: Map-style dataset or stream, of which the first samples count. It may have a method
-            `digest() -> str`.
+        dataset: A dataset that may have a method `digest() -> str`. A stream without it has no
+            digest, because the samples that are read may not come again.
         workers: Processes that prepare microbatches. With some, such a process reads: they would
             share the positions of files that this process has opened.
 
@@ -182,6 +181,8 @@ def content_digest(dataset: Any, workers: int) -> str | None:
     """
     if hasattr(dataset, "digest"):
         return dataset.digest()
+    if dataset is None or is_stream(dataset):
+        return None
     alone: Any = [dataset]
     with generators_kept(), suppress(Exception):
         loader = TorchDataLoader(alone, num_workers=min(workers, 1), collate_fn=_content_digest)
@@ -198,11 +199,9 @@ def _content_digest(alone: Sequence[Any]) -> str | None:
 
 def _checksums(dataset: Any, seed: int) -> Iterator[tuple[int, ...]]:
     """Yield the checksums of each value over the samples, such as of all labels."""
-    samples: Iterator[Any] = islice(seeded_samples(dataset), _COMPARED_SAMPLES)
-    if not is_stream(dataset):
-        spread = range(0, len(dataset), -(-len(dataset) // _COMPARED_SAMPLES))
-        seeded = SeededMicrobatches(dataset, seed, _unchanged)
-        samples = (seeded.sample(index, index) for index in spread)
+    spread = range(0, len(dataset), -(-len(dataset) // _COMPARED_SAMPLES))
+    seeded = SeededMicrobatches(dataset, seed, _unchanged)
+    samples = (seeded.sample(index, index) for index in spread)
     parts = ([sample_checksum(part) for part in leaves(_with_tensors(each))] for each in samples)
     return zip(*parts, strict=False)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -210,20 +209,6 @@ class StreamSteps(IterableDataset[Step]):
                 f"{stream.offset:,} samples into pass {stream.epoch + 1} after this step"
             )
         return Step(microbatches, epoch, stream.epoch)
-
-
-def seeded_samples(dataset: Any) -> Iterator[Any]:
-    """Yield the samples of a pass over a stream; what it draws depends on their position alone."""
-    with generators_kept():
-        seed_generators("pass 0 0")
-        stream = iter(dataset)
-    for position in count():
-        with generators_kept():
-            seed_generators(f"sample 0 {position}")
-            sample = [*islice(stream, 1)]
-        if not sample:
-            return
-        yield sample[0]
 
 
 def length_of(dataset: Any) -> int | None:

@@ -31,7 +31,6 @@ _PER_RANK_VARIABLES = re.compile(
     "RANK|LOCAL_|(GLOO|NCCL)_SOCKET_IFNAME|CUDA_VISIBLE_DEVICES|PET_|MASTER_|TORCHELASTIC_|"
     "TORCHINDUCTOR_CACHE_DIR"
 )
-)
 # Suffixes of files that Python runs.
 _CODE_SUFFIXES = (".py", ".so")
 # A directory of images may have millions of files.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from distmp.config import RunConfig
 from distmp.distributed.stopping import StopSignals
@@ -323,31 +322,20 @@ class Edited(Samples):
         return {**sample, "inputs": sample["inputs"] + noise.float()}
 
 
-class EditedStream(IterableDataset[Any]):
-    def __init__(self, samples: Edited) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.samples[index] for index in range(len(self.samples)))
-
-
 # What stands in the files of `edited`: shifts of labels for training and validation, and a size.
 files = {"train": 0, "validation": 0, "held out": 6}
 
 
-def edited(split: str, sequence_length: int, noise: float = 0.0, stream: bool = False) -> Any:
+def edited(split: str, sequence_length: int, noise: float = 0.0) -> Edited:
     size = SIZE if split == "train" else files["held out"]
-    samples = Edited(size, files[split], noise)
-    return EditedStream(samples) if stream else samples
+    return Edited(size, files[split], noise)
 
 
 REFUSED = "belongs to another run:\n  digest of the data: .* refers to other samples"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    "options", [{}, {"noise": 0.1}, {"stream": True}, {"noise": 0.1, "stream": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"noise": 0.1}], ids=str)
 def test_edited_data_is_noticed(
     tmp_path: Path,
     options: dict[str, Any],
@@ -367,8 +355,7 @@ def test_edited_data_is_noticed(
     monkeypatch.setitem(files, "validation", 1)
     assert [line for line in resume(5) if "digest of the held-out data" in line]
     monkeypatch.setitem(files, "held out", 9)
-    sizes = [line for line in resume(6) if "held-out samples: 6 -> 9" in line]
-    assert len(sizes) == (not options.get("stream"))
+    assert [line for line in resume(6) if "held-out samples: 6 -> 9" in line]
     monkeypatch.setitem(files, "train", 1)
     with pytest.raises(SetupError, match=REFUSED):
         resume(7)
