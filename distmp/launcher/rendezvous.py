@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -96,8 +96,12 @@ def open_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
 def guarded() -> Iterator[None]:
     """Let torchrun open stores on one address only, and unpickle only the rendezvous state.
 
+    It also compares no times of different machines, whose clocks may differ, and starts no ranks on
+    fewer machines than `--nnodes` asks for.
+
     Raises:
         ForeignStateError: If a program other than torchrun has written the state.
+        LaunchError: If too few machines are left.
     """
     from torch.distributed.elastic.rendezvous import (
         api,
@@ -107,12 +111,36 @@ def guarded() -> Iterator[None]:
 
     original = c10d_rendezvous_backend.TCPStore  # type: ignore[attr-defined]
     handler = dynamic_rendezvous.DynamicRendezvousHandler
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    get_world, sanitize = handler._get_world, holder._sanitize
+    # The clock of a machine may be set while it runs.
+    clock = SimpleNamespace(now=lambda zone: datetime.fromtimestamp(time.monotonic(), zone))
 
     def store(host: str, port: int, *, is_master: bool, **options: Any) -> TCPStore:
         # With another port, `distmp.launcher.rendezvous` has opened the store, and torch shares it.
         if is_master and port == 0:
             return open_store(host, port, options.get("timeout", _TIMEOUT))
         return original(host, port, is_master=is_master, **options)
+
+    def sanitize_by_own_clock(self: Any) -> None:
+        # A time that another machine has written counts from when this one has first read it.
+        state, now, before = self._state, clock.now(timezone.utc), vars(self).get("seen", {})
+        stamps, waits = state.last_heartbeats, (state.round, state.deadline is not None)
+        self.seen = seen = {mark: before.get(mark, now) for mark in [*stamps.items(), waits]}
+        state.deadline = state.deadline and seen[waits] + self._settings.timeout.last_call
+        state.last_heartbeats = {node: seen[node, stamp] for node, stamp in stamps.items()}
+        sanitize(self)
+        state.last_heartbeats = {node: stamps[node] for node in state.last_heartbeats}
+
+    def get_full_world(self: Any) -> tuple[int, int]:
+        rank, size = get_world(self)
+        if size >= self._settings.min_nodes:
+            return rank, size
+        left = ", ".join(node.addr for node in self._state_holder.state.participants)
+        raise LaunchError(
+            f"only {size} of {self._settings.min_nodes} hosts are left to start ranks on: {left}; "
+            "the others joined, but were silent then: see their logs, and launch again on all"
+        )
 
     restricted = SimpleNamespace(**vars(pickle) | {"loads": load_state})
     with (
@@ -121,6 +149,9 @@ def guarded() -> Iterator[None]:
             handler, "_create_tcp_store_server", lambda _, host, port: open_store(host, port)
         ),
         mock.patch.object(dynamic_rendezvous, "pickle", restricted),
+        mock.patch.object(dynamic_rendezvous, "datetime", clock),
+        mock.patch.object(holder, "_sanitize", sanitize_by_own_clock),
+        mock.patch.object(handler, "_get_world", get_full_world),
     ):
         try:
             yield

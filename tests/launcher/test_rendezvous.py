@@ -13,7 +13,8 @@ import socket
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,99 @@ def test_store_on_known_port_is_shared_with_torchrun() -> None:
 def test_store_refuses_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError, match="in use"):
         open_store("127.0.0.1", other.getsockname()[1])
+
+
+# Clocks of the machines differ, and machines fall silent
+
+
+class Machine:
+    """This machine in a rendezvous with a peer that exists only as state in the store.
+
+    Args:
+        peer_clock: How far the peer's clock is ahead.
+        min_nodes: Number of machines with which ranks may start.
+        max_nodes: Number of machines with which they start at once.
+        **conf: Configuration of the rendezvous.
+    """
+
+    def __init__(self, peer_clock: timedelta, min_nodes: int, max_nodes: int, **conf: str) -> None:
+        port = open_store("127.0.0.1", 0).port
+        parameters = RendezvousParameters(
+            "c10d", f"127.0.0.1:{port}", RUN, min_nodes, max_nodes, "127.0.0.1", **conf
+        )
+        self.backend, store = create_backend(parameters)
+        self.handler = dynamic_rendezvous.create_handler(store, self.backend, parameters)
+        self.peer = dynamic_rendezvous._NodeDesc("127.0.0.2", 1, 0)  # rank 1
+        self._peer_clock = peer_clock
+
+        def join(state: Any) -> None:
+            state.participants[self.peer] = 0
+            state.last_heartbeats[self.peer] = self.peer_time()
+            if min_nodes == 1:
+                state.deadline = self.peer_time() + self.handler.settings.timeout.last_call
+
+        self.change(join)
+
+    def peer_time(self) -> datetime:
+        return datetime.now(timezone.utc) + self._peer_clock
+
+    def state(self) -> Any:
+        return load_state(self.backend.get_state()[0])  # type: ignore[index]
+
+    def change(self, edit: Callable[[Any], None]) -> None:
+        """Change the state in the store as the peer does."""
+        written = False
+        while not written:
+            found = self.backend.get_state()
+            state = load_state(found[0]) if found else dynamic_rendezvous._RendezvousState()
+            edit(state)
+            token = found[1] if found else None
+            _, _, written = self.backend.set_state(pickle.dumps(state), token)  # type: ignore[misc]
+
+
+DAY = timedelta(days=1)
+
+
+@pytest.mark.parametrize("peer_clock", [-DAY, timedelta(), DAY])
+def test_machines_with_different_clocks_join(peer_clock: timedelta) -> None:
+    with guarded():
+        machine = Machine(peer_clock, 2, 2, join_timeout="5")
+        info = machine.handler.next_rendezvous()
+        assert (info.rank, info.world_size) == (0, 2)
+        # Both stay while they send heartbeats.
+        assert {*machine.state().participants} == {machine.peer, machine.handler._this_node}
+        assert machine.handler.num_nodes_waiting() == 0
+        machine.handler.shutdown()
+
+
+@pytest.mark.parametrize("peer_clock", [-DAY, timedelta(), DAY])
+def test_last_call_takes_its_time_on_any_clock(peer_clock: timedelta) -> None:
+    with guarded():
+        machine = Machine(peer_clock, 1, 3, join_timeout="9", last_call_timeout="2")
+        started = time.monotonic()
+        assert machine.handler.next_rendezvous().world_size == 2
+        assert 2 <= time.monotonic() - started < 6
+        machine.handler.shutdown()
+
+
+@pytest.mark.parametrize("peer_clock", [-DAY, DAY])
+def test_ranks_do_not_start_on_fewer_machines_than_asked_for(peer_clock: timedelta) -> None:
+    """The peer falls silent after it has joined, and the round is complete without it."""
+
+    def complete(state: Any) -> None:
+        state.participants[here] = 0
+        state.complete = True
+
+    with guarded(), ThreadPoolExecutor(1) as pool:
+        machine = Machine(peer_clock, 2, 3, keep_alive_interval="1", join_timeout="30")
+        here = machine.handler._this_node
+        joined = pool.submit(machine.handler.next_rendezvous)
+        wait_until(lambda: here in machine.state().participants)
+        wait_until(lambda: machine.peer not in machine.state().participants)
+        machine.change(complete)
+        with pytest.raises(LaunchError, match=r"only 1 of 2 hosts are left .*: 127\.0\.0\.1; the"):
+            joined.result(timeout=60)
+        machine.handler.shutdown()
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ from distmp.distributed.limits import LINK_SECONDS
 from tests.launcher.two_hosts import NAMES, Agent, TwoHosts, two_hosts
 from tests.progress import wait_until
 from tests.soak.cluster import CHECKPOINT_EVERY, Cluster, check_result, cluster, undisturbed
-from tests.torchrun import TINY, corpus
+from tests.torchrun import TINY, corpus, environment
 
 pytestmark = pytest.mark.nightly
 
@@ -92,6 +93,36 @@ def test_machines_numbered_by_variables_train(hosts: TwoHosts, tmp_path: Path) -
     assert [code for code, _ in results] == [0, 0], results
     assert "ranks: 2 on cpu (gloo)" in "".join(output for _, output in results)
     assert steps(tmp_path) == [1, 2]
+
+
+# A module sitecustomize, which Python imports at its start.
+CLOCK = """
+import ctypes, datetime, gc
+usual = datetime.datetime.now
+def now(tz=None):
+    return usual(tz) + datetime.timedelta(seconds={seconds})
+gc.get_referents(datetime.datetime.__dict__)[0]["now"] = staticmethod(now)
+ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+"""
+
+
+@pytest.mark.parametrize("seconds", [-60, 60])
+def test_hosts_with_different_clocks_train_together(
+    seconds: int, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK.format(seconds=seconds))
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path / "clock")])
+    words = [
+        *rendezvous_at("one:29400", "--rdzv-conf", "join_timeout=60"),
+        *("--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
+        *("--run-dir", str(tmp_path / "run"), "--steps=2", "--schedule.warmup-steps=1"),
+    ]
+    agents = [hosts.launch(0, *words), hosts.launch(1, *words, PYTHONPATH=path)]
+    results = [agent.finish() for agent in agents]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "ranks: 2 on cpu (gloo)" in "".join(output for _, output in results)
+    assert "waiting for" not in results[0][1]
 
 
 def test_disconnected_hosts_end_and_name_each_other(hosts: TwoHosts, tmp_path: Path) -> None:
