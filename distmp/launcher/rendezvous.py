@@ -243,7 +243,7 @@ class Rendezvous:
         last_response = [time.monotonic()]
 
         def beat() -> None:
-            since, logged = time.monotonic(), ""
+            since, logged, ran = time.monotonic(), "", False
             while not done.wait(limits.INTERVAL_SECONDS):
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
@@ -252,11 +252,10 @@ class Rendezvous:
                     last_response[0] = time.monotonic()
                     alive = self._alive()
                     if running_ranks():  # without any, torchrun waits for other machines
-                        since, logged = time.monotonic(), ""
+                        since, logged, ran = time.monotonic(), "", True
                     elif time.monotonic() - since > limits.SAY_AFTER_SECONDS:
-                        if (waiting := self._waiting_for(alive)) != logged:
-                            seconds = self.endpoint.join_timeout_seconds
-                            log(f"waiting for {waiting}, up to {seconds} s")
+                        if (waiting := self._waiting_for(alive, ran)) != logged:
+                            log(f"waiting for {waiting}")
                         logged = waiting
 
         def watch() -> None:
@@ -279,21 +278,24 @@ class Rendezvous:
                 self._seen[number] = (count, now)
         return {n for n, (_, since) in self._seen.items() if now - since < limits.SILENT_SECONDS}
 
-    def _waiting_for(self, alive: Collection[int]) -> str:
-        """Return what the start of ranks waits for.
+    def _waiting_for(self, alive: Collection[int], ran: bool) -> str:
+        """Return what this machine, on which no rank runs, waits for.
 
         Args:
             alive: Numbers of the launchers that run.
+            ran: Whether ranks have run here.
         """
         launchers = self._launchers()
         present = list(dict.fromkeys(m for n, m in launchers.items() if n in alive))
         joined = ", ".join(map(str, present))
         missing = self.endpoint.min_nodes - len(present)
+        limit = f", up to {self.endpoint.join_timeout_seconds} s"
         if missing <= 0:
-            return f"the ranks of {joined} to start"
+            then = "end, or to start again" if ran else f"start{limit}"
+            return f"the ranks of {joined} to {then}"
         gone = [str(m) for m in dict.fromkeys(launchers.values()) if m not in present]
         names = ", ".join(self._missing(present) or gone)
-        return f"{names or f'{missing} more host' + 's' * (missing > 1)} (joined: {joined})"
+        return f"{names or f'{missing} more host' + 's' * (missing > 1)} (joined: {joined}){limit}"
 
     def _missing(self, members: Sequence[Member]) -> list[str]:
         """Return the names of the machines that have not joined, if the job lists its machines."""

@@ -15,6 +15,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ def test_first_host_names_hosts_waited_for(
         time.sleep(0.3)
     # It repeats only what has changed.
     assert lines.empty()
+
+
+def test_host_whose_ranks_have_ended_waits_for_others(
+    first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SAY_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "INTERVAL_SECONDS", 0.05)
+    lines: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(rendezvous, "log", lines.put)
+    ranks = [[1], [1]]  # they have run, and have ended
+    monkeypatch.setattr(rendezvous, "running_ranks", lambda: ranks.pop() if ranks else [])
+    first.endpoint = replace(first.endpoint, min_nodes=1)
+    with first.watched(pytest.fail):
+        line = lines.get(timeout=60)
+    assert re.fullmatch(r"waiting for the ranks of .* \(127.*\) to end, or to start again", line)
 
 
 def test_silent_host_is_named(
