@@ -179,8 +179,7 @@ def _build_from_callable(config: DataConfig) -> Datasets:
     require(train is not None, "data.source", config.source, "returned None for split='train'")
     check_workers("data.workers", config.workers, train)
     validation = _call(config, function, "validation")
-    size = attribute_of(train, "vocabulary_size")
-    return _described(config.source, train, validation, size)
+    return _described(config.source, train, validation, attribute_of(train, "vocabulary_size"))
 
 
 def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:

@@ -116,8 +116,7 @@ def _with_groups(
         f"returned a {type(optimizer).__name__}; name a class or a function that returns a "
         "torch.optim.Optimizer"
     )
-    valid = isinstance(optimizer, torch.optim.Optimizer)
-    require(valid, "optim.name", config.name, problem)
+    require(isinstance(optimizer, torch.optim.Optimizer), "optim.name", config.name, problem)
     return optimizer
 
 
