@@ -138,8 +138,7 @@ class StepOutcome:
 
     @cached_property
     def _on_host(self) -> dict[str, Any]:
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        parts = self._copy.tensor().split(sizes)
+        parts = self._copy.tensor().split([shape.numel() for shape in self._shapes.values()])
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
             several = isinstance(name, tuple)
             self._values |= zip(name, part, strict=True) if several else {name: part.view(shape)}

@@ -278,8 +278,7 @@ def rotary_tables(positions: Tensor, width: int, base: float) -> tuple[Tensor, T
         Two FP32 tensors [..., time, 1, width / 2].
     """
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
-    frequencies = base ** (-pairs / width)
-    angles = positions[..., None, None].float() * frequencies
+    angles = positions[..., None, None].float() * base ** (-pairs / width)
     return angles.cos(), angles.sin()
 
 

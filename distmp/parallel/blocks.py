@@ -123,8 +123,8 @@ class _Recomputation:
 
 # Modules that are never called themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-# The name of a module up to its last number.
-_ENTRY = re.compile(r"(.*\.)?\d+(?=\.|$)")
+# The name of a module up to its first number.
+_ENTRY = re.compile(r"(.*?\.)?\d+(?=\.|$)")
 
 logger = logging.getLogger("distmp")
 
@@ -148,8 +148,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
     found = {name: part for name, part in _candidates(model) if type(part).__name__ in unsplit}
+    entries = {name for name in found if name.split(".")[-1].isdigit()}
+    known = tuple(f"{name}." for name in entries)
     # Some models name parts of their layers only: then the entries of lists that hold these.
-    entries = {match[0] for match in map(_ENTRY.match, found) if match}
+    parts = [name for name in found if not f"{name}.".startswith(known)]
+    entries |= {match[0] for match in map(_ENTRY.match, parts) if match}
     layers = {id(part) for name, part in _candidates(model) if name in entries}
     layers = layers or {id(part) for part in _entries_of_lists(model)}
     # Encoders name their embeddings, too. A tied one is used outside of its module.

@@ -57,8 +57,7 @@ def select(model: nn.Module, policy: PrecisionPolicy, blocks: Sequence[str]) -> 
     if not low_precision:
         problem = f"gives no linear layer low-precision matmuls; {_why(reasons)}"
         raise ConfigError("precision.policy", policy.name, problem)
-    high_precision = {name: reasons[name] for name in linear if name in reasons}
-    return Selection(low_precision, high_precision)
+    return Selection(low_precision, {name: reasons[name] for name in linear if name in reasons})
 
 
 def _why(reasons: dict[str, str]) -> str:

@@ -309,8 +309,7 @@ def ordered_total(
     counts, leaves = vector[: len(counts)], vector[len(counts) :]
     sums = pairwise_sums(_split(leaves, lengths, world_size))
     loss_and_weight, squares = sums[:2], sums[2:]
-    square = pairwise_sums([squares])
-    return torch.cat([square, loss_and_weight, counts])
+    return torch.cat([pairwise_sums([squares]), loss_and_weight, counts])
 
 
 def _split(leaves: Tensor, lengths: Sequence[int], world_size: int) -> Sequence[Tensor]:

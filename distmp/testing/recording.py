@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import require
 from distmp.testing.gradients import ByName, unwrapped
@@ -47,14 +47,12 @@ class Loss(_Watched):
 
     Attributes:
         function: Name of the function.
-        node: Its node in the graph of autograd.
         forwards: Number of the forwards before it.
         counted: How much each of its elements counts in their mean.
         is_sum: Whether its elements are summed, here or, with the reduction `none`, by the user.
     """
 
     function: str
-    node: Any
     forwards: int
     counted: Tensor
     is_sum: bool
@@ -215,24 +213,19 @@ def has_unseen_terms(loss: Tensor, known: Sequence[Loss]) -> bool:
     """Return whether a loss depends on a leaf otherwise than by known losses."""
     # A mean may be that of other losses.
     known = [each for each in known if each.function != "mean"] or known
-    ends = {None, *(each.node for each in known)}
+    kinds = {"zero", *(each.function for each in known)}
     edges: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
     visited = {*edges}
     for node, index in edges:  # the loop appends to it
-        if node in ends:
+        if node is None or node.metadata.get("distmp") in kinds:
             continue
         if node.name().endswith("AccumulateGrad"):
             return True
-        factor = getattr(node, "_saved_other", None) if "MulBackward" in node.name() else None
-        with _disable_current_modes():  # they receive a number, not a tensor
-            is_zero = factor is not None and factor.numel() == 1 and not factor.any()
         following = node.next_functions
         if node.name() == "_DDPSinkBackward":  # returns its inputs
             following = following[index : index + 1]
-        # A product with 0 only connects unused parameters to the loss.
-        new = {*(() if is_zero else following)} - visited
-        visited |= new
-        edges += new
+        edges += {*following} - visited
+        visited |= {*following}
     return False
 
 
@@ -285,12 +278,14 @@ class _Recorder(TorchFunctionMode):
         of_others = is_read and args[0] in self._inputs
         of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
-        if func is Tensor.backward and has_unseen_terms(args[0], step.losses):
-            step.unseen.add("a term that is not a loss function of torch")
+        depends = func is Tensor.backward and has_unseen_terms(args[0], step.losses)
+        before = [len(each.backwards) for each in step.forwards]
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
         self._is_probing = False
+        if depends and before != [len(each.backwards) for each in step.forwards]:
+            step.unseen.add("a term that is not a loss function of torch")
         seen = step.gradients or step.is_clipped_apart or running
         if not seen and self._may_clip(func, args):
             held = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
@@ -304,10 +299,16 @@ class _Recorder(TorchFunctionMode):
         if used := [p for p in found if p.is_floating_point()]:
             step.has_other_terms |= running is None
             step.compute = step.compute or (used[0].dtype if running else None)
+        # A product with 0 only connects unused parameters to the loss. Nodes are marked, because to
+        # keep them would keep their tensors, and to read those would run hooks of saved tensors.
+        is_product = getattr(func, "__name__", "") in ("mul", "__mul__", "__rmul__", "multiply")
+        if is_product and any(not isinstance(a, Tensor) and a == 0 for a in args[:2]):
+            result.grad_fn.metadata["distmp"] = "zero"
         if arguments := loss_arguments(func, args, kwargs, means=running is None):
             is_sum = arguments["reduction"] in ("none", "sum")
             counted = counted_losses(func, arguments)
-            loss = Loss(func.__name__, result.grad_fn, len(step.forwards), counted, is_sum)
+            result.grad_fn.metadata["distmp"] = func.__name__
+            loss = Loss(func.__name__, len(step.forwards), counted, is_sum)
             result.register_hook(functools.partial(self._receive, loss))
             step.losses.append(loss)
         return result
@@ -328,7 +329,7 @@ class _Recorder(TorchFunctionMode):
             # Perhaps a step of another model.
             inputs = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
             step.has_other_terms |= not all(each.is_leaf for each in inputs)
-            self._inputs.update(inputs)
+            self._inputs.update(each for each in inputs if each.is_leaf)
             if self._running in step.forwards:  # Lightning's training step, which calls it
                 step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)

@@ -219,8 +219,7 @@ def _continue_from(checkpoint: StoredCheckpoint, run: Run, changes: Changes) -> 
     current_phase.enter("loading a checkpoint", transfers=True)
     if run.world.rank == 0:
         changes.report(run.console.message)
-    same_optimizer = "optim.name" not in changes.dangerous
-    load_checkpoint(run.engine, checkpoint, optimizer=same_optimizer)
+    load_checkpoint(run.engine, checkpoint, optimizer="optim.name" not in changes.dangerous)
 
 
 def _count_parameters(model: nn.Module) -> str:

@@ -84,6 +84,12 @@ def test_classes_that_the_model_does_not_split_come_first() -> None:
     model.tower = nn.Sequential(part)
     assert list(find_blocks(model)) == [*blocks[1:], "tower.0"]
     del model.tower
+    for layer in model.model.layers:
+        del layer.attention
+        layer.experts[0].part = nn.Bilinear(2, 2, 2)
+    for names in (["Layer", "Bilinear"], ["Bilinear"]):  # experts of a layer are no blocks
+        model._no_split_modules = names
+        assert list(find_blocks(model)) == blocks[1:]
     model._no_split_modules = None
     assert list(find_blocks(model)) == ["heads.0", "model.layers.0", "model.layers.1"]
 

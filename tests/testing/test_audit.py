@@ -603,6 +603,25 @@ def test_terms_that_are_no_loss_functions_are_not_decided(
     assert (kinds(report), report.exit_code) == ([], code), str(report)
 
 
+def test_saved_tensors_are_unpacked_by_backward_only() -> None:
+    """Offloaded tensors may be read once."""
+    offloaded: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> int:
+        offloaded[len(offloaded)] = tensor
+        return len(offloaded) - 1
+
+    def step(model: nn.Module) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda key: offloaded.pop(key)):
+            outputs = model(torch.randn(4, 8))
+            losses = F.cross_entropy(outputs, torch.arange(4), reduction="none")
+            loss = (losses * torch.ones(4)).sum() / 4 + 0 * outputs.sum()
+        loss.backward()
+        offloaded.clear()
+
+    assert report_of(step).exit_code == 0
+
+
 @ranks(2)
 def test_outputs_of_other_ranks_are_not_decided() -> None:
     """The gather cuts off a part of the gradient, and the recorded gradients miss it as well."""
