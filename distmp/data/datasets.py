@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Sampler
 
-from distmp.data.loading import attribute_of, content_digest, is_stream
+from distmp.data.loading import attribute_of, is_stream
 from distmp.data.settings import DataConfig
 from distmp.data.streams import length_of
 from distmp.data.text import TextDirectory, list_text_files
@@ -192,21 +192,23 @@ def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
     return dataset
 
 
-def identity(datasets: Datasets, workers: int = 0) -> dict[str, Any]:
+def identity(datasets: Datasets) -> dict[str, Any]:
     """Return the identity of the data for checkpoints, as numbers and text.
 
     Args:
-        datasets: The datasets of the run. The digest of files covers names, sizes and samples of
-            the contents; see `content_digest` for others.
-        workers: Processes that prepare microbatches.
+        datasets: The datasets of the run. A dataset may have a method `digest() -> str`; that of
+            files covers names, sizes and samples of the contents.
     """
-    train, held_out = datasets.train, datasets.validation
+    digests = [
+        dataset.digest() if hasattr(dataset, "digest") else None
+        for dataset in (datasets.train, datasets.validation or ())
+    ]
     return {
-        "samples": length_of(train),
+        "samples": length_of(datasets.train),
         "vocabulary": datasets.vocabulary_size,
-        "digest": content_digest(train, workers),
-        "held_out": length_of(held_out),
-        "held_out_digest": content_digest(held_out, workers),
+        "digest": digests[0],
+        "held_out": length_of(datasets.validation),
+        "held_out_digest": digests[1],
     }
 
 

@@ -27,7 +27,7 @@ from distmp.distributed.world import World
 from distmp.errors import DataError, DistmpError, listed
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.processes import signal_when_parent_ends
-from distmp.utils.tensor_trees import checksum, described, leaves
+from distmp.utils.tensor_trees import described
 
 
 def collate_of(dataset: Any) -> Callable[[list[Any]], Any]:
@@ -162,48 +162,6 @@ def check_same_data(
         sampler = MicrobatchSampler(division, len(dataset), 0, shuffle=False)
         seeded = SeededMicrobatches(dataset, 0, _unchanged)
         check_same_source(group, setting, _description(sampler, seeded, 0))
-
-
-def content_digest(dataset: Any, workers: int) -> str | None:
-    """Return the digest of a dataset, or a checksum of up to 16 samples, the same in every run.
-
-    Values that differ between two reads of these samples, such as images that are augmented at
-    random, do not count.
-
-    Args:
-        dataset: A dataset that may have a method `digest() -> str`. A stream without it has no
-            digest, because the samples that are read may not come again.
-        workers: Processes that prepare microbatches. With some, such a process reads: they would
-            share the positions of files that this process has opened.
-
-    Returns:
-        None if no value counts, or samples cannot be read, which training reports.
-    """
-    if hasattr(dataset, "digest"):
-        return dataset.digest()
-    if dataset is None or is_stream(dataset):
-        return None
-    alone: Any = [dataset]
-    with generators_kept(), suppress(Exception):
-        loader = TorchDataLoader(alone, num_workers=min(workers, 1), collate_fn=_content_digest)
-        with _ending_workers(reader := iter(loader)):
-            return next(reader)
-    return None
-
-
-def _content_digest(alone: Sequence[Any]) -> str | None:
-    once, again = ([*_checksums(alone[0], seed)] for seed in range(2))
-    same = [value for value, other in zip(once, again, strict=False) if value == other]
-    return f"{checksum(same):08x}" if same else None
-
-
-def _checksums(dataset: Any, seed: int) -> Iterator[tuple[int, ...]]:
-    """Yield the checksums of each value over the samples, such as of all labels."""
-    spread = range(0, len(dataset), -(-len(dataset) // _COMPARED_SAMPLES))
-    seeded = SeededMicrobatches(dataset, seed, _unchanged)
-    samples = (seeded.sample(index, index) for index in spread)
-    parts = ([sample_checksum(part) for part in leaves(_with_tensors(each))] for each in samples)
-    return zip(*parts, strict=False)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -136,13 +136,13 @@ def run_fingerprint(
     Args:
         config: The resolved configuration.
         datasets: The data of the run.
-        world: The ranks; all have to call it.
+        world: The ranks.
         policy: The resolved precision policy.
     """
     installed = versions()
     return {
         "configuration": masked(to_json(config)),
-        "data": world.ranks.from_rank_0(lambda: identity(datasets, config.data.workers)),
+        "data": identity(datasets),
         "ranks": {
             "number": world.world_size,
             "device": world.device.type,
