@@ -199,17 +199,17 @@ def identity(datasets: Datasets) -> dict[str, Any]:
         datasets: The datasets of the run. A dataset may have a method `digest() -> str`; that of
             files covers names, sizes and samples of the contents.
     """
-    digests = [
-        dataset.digest() if hasattr(dataset, "digest") else None
-        for dataset in (datasets.train, datasets.validation or ())
-    ]
     return {
         "samples": length_of(datasets.train),
         "vocabulary": datasets.vocabulary_size,
-        "digest": digests[0],
+        "digest": _digest(datasets.train),
         "held_out": length_of(datasets.validation),
-        "held_out_digest": digests[1],
+        "held_out_digest": _digest(datasets.validation),
     }
+
+
+def _digest(dataset: Any) -> str | None:
+    return dataset.digest() if hasattr(dataset, "digest") else None
 
 
 # --- checks ---

@@ -14,7 +14,7 @@ from distmp.engine.outcome import MicrobatchStats
 from distmp.engine.setup import EngineSetup
 from distmp.engine.step_checks import check_weight
 from distmp.errors import listed, require
-from distmp.parallel.global_mean import is_mean
+from distmp.parallel.global_mean import COARSE, is_coarse, is_mean
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, parameter_name
@@ -218,11 +218,8 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator[str]:
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize < 4:
-        yield (
-            f"the weight is counted in {dtype_name(weight.dtype)}, which rounds large numbers; sum "
-            "integers or FP32, such as mask.sum(dtype=torch.float32)"
-        )
+    if isinstance(weight, Tensor) and is_coarse(weight):
+        yield f"the weight is counted in {dtype_name(weight.dtype)}, which {COARSE}"
     weight = float(weight)
     if dtype := _low_precision_dtype(loss):
         yield (

@@ -315,6 +315,14 @@ def _check_tensors(loss_sum: object, weight: object) -> None:
         require(0 <= weight < math.inf, "weight", weight, "must be finite, and 0 or more")
 
 
+COARSE = "rounds large numbers; sum integers or FP32, such as mask.sum(dtype=torch.float32)"
+
+
+def is_coarse(weight: Tensor) -> bool:
+    """Return whether a weight is a floating-point number in 16 bits, see `COARSE`."""
+    return weight.is_floating_point() and weight.itemsize < 4
+
+
 def check_weight(weight: object) -> None:
     """Refuse a weight that is not one real number; its value is not read.
 
@@ -326,9 +334,7 @@ def check_weight(weight: object) -> None:
         is_plain = weight.numel() == 1 and not (weight.requires_grad or weight.is_complex())
         problem = "must have one real element and require no gradient; sum it and detach it"
         require(is_plain, "weight", tuple(weight.shape), problem)
-        problem = "rounds large numbers; sum integers or FP32, as in mask.sum(dtype=torch.float32)"
-        is_exact = weight.dtype.itemsize >= 4 or not weight.is_floating_point()
-        require(is_exact, "weight", weight.dtype, problem)
+        require(not is_coarse(weight), "weight", weight.dtype, COARSE)
     elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
 

@@ -130,9 +130,8 @@ class Audit:
                 norm, other = (gradients.full(each) for each in (norm, total_norm))
             # Another norm clips as the 2-norm does with another limit. Both norms may be 0.
             self._clip(parameters, max_norm * float((norm / other).nan_to_num(1.0)), norm)
-            apart = self._current.is_clipped_apart
-            clip(parameters, max_norm, total_norm, foreach)
-            self._current.is_clipped_apart = apart
+            with torch._C.DisableTorchFunction():  # it writes to gradients one by one
+                clip(parameters, max_norm, total_norm, foreach)
 
         def clipped_by_scaler(scaler: Any, optimizers: Any, max_norm: float) -> Tensor:
             optimizers = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]

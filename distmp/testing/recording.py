@@ -279,12 +279,13 @@ class _Recorder(TorchFunctionMode):
         of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
         depends = func is Tensor.backward and has_unseen_terms(args[0], step.losses)
-        before = [len(each.backwards) for each in step.forwards]
+        before = depends and [len(each.backwards) for each in step.forwards]
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
         result = func(*args, **(kwargs or {}))
         self._is_probing = False
         if depends and before != [len(each.backwards) for each in step.forwards]:
+            # Otherwise it is the loss of another model.
             step.unseen.add("a term that is not a loss function of torch")
         seen = step.gradients or step.is_clipped_apart or running
         if not seen and self._may_clip(func, args):

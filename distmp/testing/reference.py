@@ -34,7 +34,7 @@ _CHUNK, _SHOWN = 2**16, 1024
 # Error of the dtypes of the run, relative to the whole gradient, that is more than rounding, unless
 # gradients of microbatches cancel. The tolerance, twice the error, would hide wrong gradients.
 _LARGE = 0.1
-REPEATED = (
+_REPEATED = (
     "has another output when it is repeated; draw random numbers only from default generators, and "
     "change no attribute that it depends on"
 )
@@ -161,7 +161,7 @@ class Reference:
                         norm = part.norms[index]
                         again = float(outputs[index].detach().norm())
                         same = math.isclose(again, norm, rel_tol=_LARGE) or not math.isfinite(norm)
-                        require(same, "forward", f"norm {again:.3g} after {norm:.3g}", REPEATED)
+                        require(same, "forward", f"norm {again:.3g} after {norm:.3g}", _REPEATED)
                     used = [(outputs[i], g.to(outputs[i])) for i, g in part.gradients.items()]
                 else:
                     batch = map_tensors(cast, part.batch)

@@ -30,7 +30,9 @@ from distmp.utils.settings import flat, value_text
 
 _OTHER_SAMPLES = ResumeRule("dangerous", "the position in the data refers to other samples")
 _OTHER_TOKENS = ResumeRule("dangerous", "token ids have another meaning")
-_OTHER_HELD_OUT = ResumeRule("consequential", "held-out losses do not compare with earlier ones")
+_OTHER_HELD_OUT = ResumeRule(
+    "consequential", "validation losses are not comparable with earlier ones"
+)
 _OTHER_ROUNDING = ResumeRule("consequential", "forward, backward and reductions round differently")
 _HARMLESS = ResumeRule("harmless")
 

@@ -28,8 +28,8 @@ VERSIONS, SETTINGS, ENVIRONMENT = "versions", "settings", "environment"
 CODE, DATA = "code", "data"
 # Variables that may differ between ranks.
 _PER_RANK_VARIABLES = re.compile(
-    "RANK|LOCAL_|(GLOO|NCCL)_SOCKET_IFNAME|CUDA_VISIBLE_DEVICES|PET_|MASTER_|TORCHELASTIC_|"
-    "TORCHINDUCTOR_CACHE_DIR"
+    "RANK|LOCAL_(RANK|WORLD_SIZE)|(GLOO|NCCL)_SOCKET_IFNAME|CUDA_VISIBLE_DEVICES|PET_|MASTER_|"
+    "TORCHELASTIC_|TORCHINDUCTOR_CACHE_DIR"
 )
 # Suffixes of files that Python runs.
 _CODE_SUFFIXES = (".py", ".so")

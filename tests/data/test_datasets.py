@@ -468,3 +468,7 @@ def test_identity_of_user_data_has_counts() -> None:
         "held_out": 2,
         "held_out_digest": None,
     }
+
+
+def test_held_out_stream_without_length_has_an_identity() -> None:
+    assert identity(Datasets([1, 2], UnsizedStream("validation", 1), None, ""))["held_out"] is None

@@ -106,13 +106,19 @@ def test_missing_host_is_named(first: Rendezvous) -> None:
         raise_in(first, api.RendezvousTimeoutError())
 
 
-def test_first_host_names_hosts_waited_for(
-    first: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
+    """The lines of a launcher that says soon what it waits for."""
     monkeypatch.setattr(limits, "SAY_AFTER_SECONDS", 0.05)
     monkeypatch.setattr(limits, "INTERVAL_SECONDS", 0.05)
-    lines: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(rendezvous, "log", lines.put)
+    logged: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(rendezvous, "log", logged.put)
+    return logged
+
+
+def test_first_host_names_hosts_waited_for(
+    first: Rendezvous, lines: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "running_ranks", list)
     with first.watched(pytest.fail):
         line = lines.get(timeout=60)
@@ -123,12 +129,8 @@ def test_first_host_names_hosts_waited_for(
 
 
 def test_host_whose_ranks_have_ended_waits_for_others(
-    first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    first: Rendezvous, lines: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SAY_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(limits, "INTERVAL_SECONDS", 0.05)
-    lines: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(rendezvous, "log", lines.put)
     ranks = [[1], [1]]  # they have run, and have ended
     monkeypatch.setattr(rendezvous, "running_ranks", lambda: ranks.pop() if ranks else [])
     first.endpoint = replace(first.endpoint, min_nodes=1)
