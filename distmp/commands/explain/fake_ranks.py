@@ -46,20 +46,24 @@ class FakeRanks(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := fake_device(func, args)) is not None:
+            return device
         if func.namespace == "c10d":
             return communicate(func, args)
-        kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
+        kwargs, is_fake = kwargs or {}, FakeTensor in types
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item()
         if func is aten._pin_memory.default and isinstance(args[0], FakeTensor):
             return args[0]
-        if not tensors and (large := self._large(func, args, kwargs)) is not None:
+        is_factory = not (is_fake or tensors_in((args, kwargs)))
+        if is_factory and (large := self._large(func, args, kwargs)) is not None:
             return large
         if func is aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
-        if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if is_fake and not func._schema.returns:
             return None  # a fused optimizer, which writes in place
+        if set(types) == {FakeTensor}:  # saves the way through torch's dispatcher
+            return self._fake.dispatch(func, types, args, kwargs)
         return func(*args, **kwargs)
 
     def _large(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -70,6 +74,16 @@ class FakeRanks(TorchDispatchMode):
             return None
         of_model = result.is_floating_point() and result.dim() > 0
         return result if of_model or result.numel() > MAX_REAL_ELEMENTS else None
+
+
+def fake_device(func: Any, args: Any) -> torch.device | None:
+    """Return the device of a fake tensor if an operation asks for it.
+
+    Two thirds of the operations on fake tensors are such questions of torch's own. A mode that
+    answers them saves the way through the modes below it.
+    """
+    is_asked = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if is_asked else None
 
 
 def _without_masks(indices: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.commands.explain.fake_ranks import fake_device
 from distmp.errors import listed
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -261,6 +262,8 @@ class DtypeRecorder(TorchDispatchMode):
             handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := fake_device(func, args)) is not None:
+            return device
         kind = _KIND.get(func.overloadpacket.__name__)
         if kind is not None and not self._in_low_precision_matmul:
             self._record(kind, [t.dtype for t in tensors_in(args) if t.is_floating_point()])
