@@ -135,7 +135,7 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
 
     Args:
         config: The settings of the schedule.
-        steps: Number of updates of the run. Cosine and linear reach `config.final` at its end.
+        steps: Number of updates of the run, after which shapes with an end reach `config.final`.
 
     Raises:
         ConfigError: If the schedule is unknown, its options do not fit, or it needs a metric.
@@ -208,5 +208,7 @@ def _cosine(steps: int, config: ScheduleConfig, update: int) -> float:
 
 def _stable_then_decay(steps: int, decay: int, config: ScheduleConfig, update: int) -> float:
     """Return the share of the peak at an update, counted after the warm-up."""
-    done = min(1.0, max(0, update - (steps - decay)) / decay) if decay else 0.0
+    # All `decay` updates are between the peak and `final`, like those of the warm-up: the update
+    # after the last one would be at `final`, so that a final rate of 0 wastes none.
+    done = min(1.0, max(0, update + 1 - (steps - decay)) / (decay + 1))
     return 1.0 + done * (config.final - 1.0)

@@ -62,10 +62,11 @@ class ScheduleConfig(Section, section="schedule"):
     """Number of updates over which the learning rate rises linearly to its peak; null: 5% of
     `steps`, rounded down, and 0 for an import path."""
     final: float = 0.1
-    """Learning rate at the end of cosine, linear and wsd, as a share of the peak from 0 to 1."""
+    """Learning rate that cosine, linear and wsd reach after the last update, as a share of the peak
+    from 0 to 1."""
     decay_steps: int | None = None
-    """Number of updates over which wsd falls from the peak, at the end of the run; null: a tenth of
-    those after the warm-up."""
+    """Number of updates at the end of the run that wsd takes below the peak; null: a tenth of those
+    after the warm-up, at least 1."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the scheduler of an import path."""
 

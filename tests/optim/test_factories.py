@@ -203,8 +203,9 @@ def test_schedule_shapes_agree_with_formulas(name: str, final: float, warmup_ste
         if name == "cosine":
             return peak * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
         if name == "wsd":
-            late = update - (length - 4)
-            return peak if late <= 0 else peak * (1 + (final - 1) * late / 4)
+            # The last four updates are strictly between the peak and `final`.
+            late = update - (length - 5)
+            return peak if late <= 0 else peak * (1 + (final - 1) * late / 5)
         return peak * (1 + (final - 1) * done) if name == "linear" else peak
 
     expected = [peak * (step + 1) / (warmup_steps + 1) for step in range(warmup_steps)]
@@ -228,14 +229,23 @@ def test_torch_scheduler_has_no_default_warmup() -> None:
     assert rates_of(config, 100) == pytest.approx([0.5 * 0.9**step for step in range(100)])
 
 
-def test_wsd_decay_has_default_and_can_be_zero() -> None:
-    ended = ScheduleConfig("wsd", 0, final=0.0)
-    # A tenth of the steps; the last update has not reached the end yet.
-    assert rates_of(ended) == pytest.approx(
-        [0.5] * (STEPS - STEPS // 10 + 1)
-        + [0.5 * (1 - late / (STEPS // 10)) for late in range(1, STEPS // 10)]
-    )
-    assert set(rates_of(ScheduleConfig("wsd", 0, decay_steps=0))) == {0.5}
+@pytest.mark.parametrize(
+    ("decay_steps", "steps", "warmup_steps", "lowered"),
+    [
+        (4, 20, 0, [0.4, 0.3, 0.2, 0.1]),
+        (1, 20, 3, [0.25]),
+        (0, 20, 0, []),
+        (None, 40, 0, [0.4, 0.3, 0.2, 0.1]),  # a tenth
+        (None, 11, 2, [0.25]),  # at least one
+        (9, 11, 2, [0.05 * left for left in range(9, 0, -1)]),
+    ],
+)
+def test_wsd_lowers_the_rate_in_decay_steps_updates(
+    decay_steps: int | None, steps: int, warmup_steps: int, lowered: list[float]
+) -> None:
+    config = ScheduleConfig("wsd", warmup_steps, final=0.0, decay_steps=decay_steps)
+    stable = [0.5] * (steps - warmup_steps - len(lowered))
+    assert rates_of(config, steps)[warmup_steps:] == pytest.approx(stable + lowered)
 
 
 def test_schedules_keep_ratio_of_group_rates() -> None:
