@@ -220,10 +220,12 @@ class EngineState:
             "(frozen or missing); it is ignored",
             left_out,
         )
-        # Some optimizers create the state of a parameter before its first gradient.
-        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.used.unused))
+        # A parameter without a stored state starts new: some optimizers create its state before its
+        # first gradient, and fused SGD a momentum that SGD without momentum has not saved.
+        updated = {name.rpartition("/")[0] for name in optimizer_state}
+        new = (UNUSED, *(f"optimizer/{name}/" for name in shapes.keys() - updated))
         live = self.tensors()
-        kept = {name for name in live if name not in stored and name.startswith(unused)}
+        kept = {name for name in live if name not in stored and name.startswith(new)}
         kept |= {name for name in live if name.startswith(GROUP)}
         own = {name: tensor for name, tensor in live.items() if name not in kept}
         return own | self._options_to_load(live, stored)

@@ -299,7 +299,9 @@ def _check_options(group: Mapping[str, Any], name: str, keys: set[str]) -> None:
         if group.get(option) and key not in keys:
             raise CheckpointError(
                 f"the state has no {key} of {name}, which {option} = {group[option]} needs; set it "
-                "as in the saved optimizer, or start with new optimizer state"
+                "(optim.options in the trainer) as in the saved optimizer, or load only the "
+                "weights: engine.load(directory, optimizer=False), or in the trainer a new run "
+                "with model.weights, from `distmp export`"
             )
 
 

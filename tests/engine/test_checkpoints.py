@@ -35,11 +35,14 @@ from tests.ranks import in_turn, ranks, run_ranks
 from tests.reference import (
     ONE_RANK,
     TWO_RANKS,
+    adamw,
     assert_same_bits,
+    error,
     fused_adamw,
     loss,
     make_engine,
     make_model,
+    plain_training,
     snapshot,
     train,
     weights,
@@ -437,6 +440,47 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert_same_bits(snapshot(engine), before)
     described = {"model": None, OPTIMIZER: ["AdamW", "Adam"]}
     assert state.state.numbers == {"step": 1, OWN_NUMBERS: {}, **described}
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_sgd_that_gains_momentum_continues_as_in_torch(kernel: str, tmp_path: Path) -> None:
+    class GainsMomentum(torch.optim.SGD):
+        updates = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["momentum"] = 0.9 if self.updates >= 2 else 0.0
+            self.updates += 1
+            super().step(closure)
+
+    def engine(momentum: float) -> Engine:
+        options: dict[str, Any] = {"momentum": momentum, kernel: True}
+        return make_engine(optimizer=lambda named: torch.optim.SGD(named, lr=0.1, **options))
+
+    before, after = engine(0.0), engine(0.9)
+    train(before, 2, ONE_RANK)
+    before.save(tmp_path)
+    train(after, 1, ONE_RANK)  # the momentum of this step is dropped
+    after.load(tmp_path)
+    train(after, 3, ONE_RANK, first=2)
+    expected, _ = plain_training(5, ONE_RANK, lambda p: GainsMomentum(p, lr=0.1))
+    assert error(weights(after), expected) < 1e-5
+
+
+def test_state_without_what_an_option_needs_names_what_to_do(tmp_path: Path) -> None:
+    engine = make_engine()
+    train(engine, 1, ONE_RANK)
+    engine.save(tmp_path)
+    other = make_engine(optimizer=lambda named: adamw(named, amsgrad=True))
+    with pytest.raises(CheckpointError) as caught:
+        other.load(tmp_path)
+    assert str(caught.value) == (
+        "the state has no max_exp_avg_sq of first.weight, which amsgrad = True needs; set it "
+        "(optim.options in the trainer) as in the saved optimizer, or load only the weights: "
+        "engine.load(directory, optimizer=False), or in the trainer a new run with model.weights, "
+        "from `distmp export`"
+    )
+    other.load(tmp_path, optimizer=False)
+    assert_same_bits(weights(other), weights(engine))
 
 
 def test_the_state_of_another_optimizer_is_refused_or_left_out(
