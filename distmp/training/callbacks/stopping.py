@@ -88,7 +88,7 @@ class TimeLimit(Callback):
 
 
 # Attributes of `EarlyStopping` that a checkpoint stores.
-_STATE = ("best", "best_step", "last_step", "without_improvement")
+_STATE = ("compared", "best", "best_step", "last_step", "without_improvement")
 
 
 class EarlyStopping(Callback):
@@ -111,12 +111,8 @@ class EarlyStopping(Callback):
         samples = min(config.validation.samples, most)
         self._final_counts = samples == min(config.validation.final_samples or most, most)
         # Values of another metric, direction or held-out data cannot be compared.
-        self._compared = {
-            "metric": self._config.metric,
-            "maximizes": self._config.maximizes,
-            "samples": samples,
-            "validation_path": config.data.validation_path,
-        }
+        held_out_data = [samples, config.data.validation_path]
+        self._compared = [self._config.metric, self._config.maximizes, *held_out_data]
         self._restart()
 
     def _restart(self) -> None:
@@ -127,16 +123,18 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, its step, and the number of validations since then."""
-        return {**self._compared, **{name: getattr(self, f"_{name}") for name in _STATE}}
+        return {name: getattr(self, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        if state.items() >= self._compared.items():
+        if state.get("compared") == self._compared:
             for name in _STATE:
                 setattr(self, f"_{name}", state[name])
         elif state.get("best") is not None:
-            changed = dict(self._compared.items() - state.items())
-            logger.warning("early stopping drops the best value so far, because of %s", changed)
+            logger.warning(
+                "early stopping compares another metric, mode or held-out data than before: the "
+                "best value so far, and its checkpoint, are no longer kept"
+            )
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)
 

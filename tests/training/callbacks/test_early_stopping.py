@@ -232,14 +232,22 @@ def stopping_after(value: float, **early_stopping: Any) -> tuple[EarlyStopping, 
     return stopping, watched
 
 
+DROPPED = (
+    "early stopping compares another metric, mode or held-out data than before: the best value so "
+    "far, and its checkpoint, are no longer kept"
+)
 EVERY_STEP: dict[str, Any] = {"validation": {"every": 1, "metrics": {"accuracy": "accuracy"}}}
 
 
 @pytest.mark.parametrize("before", [{"metric": "accuracy"}, {"mode": "max"}])
-def test_values_of_another_metric_are_not_compared(before: dict[str, str]) -> None:
+def test_values_of_another_metric_are_not_compared(
+    before: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     other, _ = stopping_after(0.5, **before)
     stopping, watched = stopping_after(math.nan)
     stopping.load_state_dict(other.state_dict())
+    assert watched.kept == 0
+    assert caplog.messages == [DROPPED]
     watched.step = 5
     stopping.on_validation(watched, 2.0, {})
     assert watched.kept == 5
@@ -265,7 +273,7 @@ def test_values_of_other_held_out_data_are_not_compared(
         stopping.on_validation(watched, float(step), {})
         state = stopping.state_dict()
         assert watched.kept == step
-    assert "early stopping drops the best value so far, because of {" in caplog.messages[-1]
+    assert caplog.messages == [DROPPED]
 
 
 def test_more_samples_than_there_are_make_no_other_value(
