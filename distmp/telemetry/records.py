@@ -249,7 +249,7 @@ def _complete_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]
 
 
 def _line(record: StepRecord) -> bytes:
-    fields = {name: getattr(record, name) for name in _FIELDS}
+    fields = {name: getattr(record, name) for name in _TYPES}
     values = _renamed(fields, lambda value: _NAMES.get(repr(value), value))
     return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
@@ -257,12 +257,20 @@ def _line(record: StepRecord) -> bytes:
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
-        known = {name: values[name] for name in _FIELDS if name in values}
-        numbers = {name: value for name, value in known.items() if name not in _TEXTS}
-        return StepRecord(**known | _renamed(numbers, lambda value: _NAMED.get(value, value)))
-    except (ValueError, TypeError) as error:
+        known = {n: _read(values[n], kind) for n, kind in _TYPES.items() if n in values}
+        return StepRecord(**known)
+    except (ValueError, TypeError, OverflowError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
+
+
+def _read(value: Any, kind: str) -> Any:
+    """Return the value of a field; floats in mappings and lists may be named by their text."""
+    if kind == "int":
+        return int(value)
+    if kind == "float" or (kind == "float | None" and value is not None):
+        return float(value)  # also of "NaN", "Infinity" and "-Infinity"
+    return value if kind.startswith("str") else _renamed(value, lambda v: _NAMED.get(v, v))
 
 
 def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
@@ -276,7 +284,4 @@ def _renamed(value: Any, rename: Callable[[Any], Any]) -> Any:
 
 _NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NAMES = {repr(value): name for name, value in _NAMED.items()}
-_FIELDS = [field.name for field in dataclasses.fields(StepRecord)]
-_TEXTS = {
-    field.name for field in dataclasses.fields(StepRecord) if str(field.type).startswith("str")
-}
+_TYPES = {field.name: str(field.type) for field in dataclasses.fields(StepRecord)}

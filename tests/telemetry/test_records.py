@@ -223,6 +223,26 @@ def test_damaged_line_is_named(path: Path, line: bytes) -> None:
     assert f"{path}, line 2: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("loss", "low", "could not convert string to float: 'low'"),
+        ("learning_rate", None, "float() argument must be a string or a real number"),
+        ("validation_loss", "low", "could not convert string to float: 'low'"),
+        ("memory_bytes", "1 GB", "invalid literal for int() with base 10: '1 GB'"),
+        ("step", math.inf, "cannot convert float infinity to integer"),
+    ],
+)
+def test_value_that_is_no_number_is_named(path: Path, name: str, value: Any, problem: str) -> None:
+    _written(path, range(1, 3))
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(first + json.dumps({**json.loads(second), name: value}) + "\n")
+    with pytest.raises(RecordError) as caught:
+        read_records(path)
+    assert f"{path}, line 2: not a step record ({problem}" in str(caught.value)
+    assert str(caught.value).endswith("); fix or delete that line")
+
+
 def test_fields_of_later_versions_are_ignored(path: Path) -> None:
     _written(path, range(1, 2))
     values = {**json.loads(path.read_text()), "temperature": 71.5}
