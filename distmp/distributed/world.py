@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -160,6 +161,8 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
+# Numbers the default process groups of this process, which every rank initializes equally often.
+_initializations = itertools.count()
 # The arguments of the first call of `init`, by name.
 _choice: dict[str, Any] = {}
 
@@ -275,6 +278,8 @@ def _initialize_group(
 ) -> None:
     _check_address(environment.world_size)
     store = rendezvous_store.for_this_start(timeout_seconds)
+    # Otherwise ranks read the addresses of a group that was destroyed.
+    store = PrefixStore(f"distmp/group {next(_initializations)}", store)
     on_store()
     flight_recorder.enable()
     dist.init_process_group(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.rendezvous_store import TCPStore
 from distmp.distributed.world import (
     World,
     join,
@@ -154,6 +156,26 @@ def test_ranks_create_and_destroy_group() -> None:
     assert total == 3
     leave()
     assert not dist.is_initialized()
+
+
+def initialize_again(port: int) -> float:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    total = torch.tensor(0.0)
+    for _ in range(3):
+        # The other rank arrives when it could have read the addresses of this one.
+        time.sleep(0.2 * int(os.environ["RANK"]))
+        join(RankEnvironment.from_variables(), timeout_seconds=20)
+        total += 1
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    return total.item()
+
+
+def test_group_is_initialized_again_after_the_user_destroyed_it() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_ranks(initialize_again, 2, server.port, initialize=False) == [14.0] * 2
 
 
 @pytest.mark.parametrize("port", ["x", "0", "65536"])
