@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -861,8 +862,12 @@ def test_clipped_sums_have_wrong_weights() -> None:
     def clip(model: nn.Module) -> None:
         clip_grad_norm_(model.parameters(), 0.1)
 
-    for added in (0, 1):
-        report = audited(Labelled(), functools.partial(sums, added=added), clip)
+    def clamp_other_values_and_clip(model: nn.Module) -> None:
+        torch.ones(2).clamp_(max=0.5)
+        clip(model)
+
+    for added, clips in itertools.product((0, 1), (clip, clamp_other_values_and_clip)):
+        report = audited(Labelled(), functools.partial(sums, added=added), clips)
         assert kinds(report) == ["weighted"], str(report)
 
 
