@@ -21,10 +21,10 @@ MOVED = (
     "does not step; change a model before you build the engine"
 )
 WRITTEN = (
-    "was written to (for example by another optimizer's step(), model.load_state_dict, "
-    "param.data.mul_(), in forward or in a hook), but its value is copied from the optimizer's "
-    "FP32 master weight; write to a model before you build the engine, use engine.load_state_dict, "
-    "or change engine.weights() between steps and call engine.publish_weights()"
+    "was written to (as by another optimizer's step(), model.load_state_dict, param.data.mul_(), "
+    "in forward or in a hook), but its value is copied from the optimizer's FP32 master weight; "
+    "write to a model before you build the engine, use engine.load_state_dict, or change "
+    "engine.weights() and call engine.publish_weights() (FlatParameters: overwrite=True)"
 )
 UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "
@@ -86,7 +86,7 @@ class OptimizerParameters:
     def round_gradients(self) -> None:
         """Round gradients to the dtype of 16-bit weights that the optimizer updates."""
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, overwrite: bool = False) -> None:
         """Copy the optimizer's weights to the parameters of the module."""
 
 
@@ -188,7 +188,7 @@ class FlatParameters(OptimizerParameters):
                 self._flatten(index, layout, values)
             else:
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
-        self.publish_weights()
+        self.publish_weights(overwrite=True)
 
     def check_storage(self) -> None:
         """Refuse parameters that were moved, and weights that were not published.
@@ -202,8 +202,18 @@ class FlatParameters(OptimizerParameters):
             raise TrainingError(UNPUBLISHED)
 
     @torch.no_grad()
-    def publish_weights(self) -> None:
-        """Copy the optimizer's weights to the parameters of the module."""
+    def publish_weights(self, *, overwrite: bool = False) -> None:
+        """Copy the optimizer's weights to the parameters of the module.
+
+        Args:
+            overwrite: Whether values that other code has written to parameters may be lost, as
+                after `named` was changed in the same way.
+
+        Raises:
+            ConfigError: Naming the first parameter with such a value.
+        """
+        if not overwrite:
+            self.check_copies()
         pending = []
         for flat in self._flat:
             if flat.own.dtype != flat.updated.dtype:
@@ -290,7 +300,7 @@ class PureParameters(OptimizerParameters):
             gradient, weight = parameter.grad, self.named[name]
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
 
-    def publish_weights(self) -> None:
+    def publish_weights(self, *, overwrite: bool = False) -> None:
         """Free the rounded gradients; the optimizer has updated the parameters themselves."""
         for name in self._held:
             self.named[name].grad = None

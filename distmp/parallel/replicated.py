@@ -159,7 +159,8 @@ class Replicated(strategy.Strategy):
         self._parameters.round_gradients()
 
     def publish_weights(self) -> None:
-        self._parameters.publish_weights()
+        # A step has checked them, and a load replaces them.
+        self._parameters.publish_weights(overwrite=True)
 
     def sharded_matrix(self, name: str) -> ShardedMatrix | None:
         ranks = self._world.world_size

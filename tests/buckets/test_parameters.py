@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
+from distmp.errors import ConfigError
 from tests.ranks import ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -81,6 +82,23 @@ def _steps(size: float, count: int, start: dict[str, torch.Tensor]) -> torch.Ten
     for _ in range(count):
         position -= torch.tensor(size)
     return start["2.bias"] - position
+
+
+def test_weights_that_are_loaded_between_steps_are_not_overwritten() -> None:
+    model = make_model()
+    _, masters = flatten(model, torch.bfloat16)
+    loaded = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"was written to .*model\.load_state_dict"):
+            masters.publish_weights()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for name, master in masters.named.items():
+            master.copy_(2 * loaded[name])
+    masters.publish_weights(overwrite=True)
+    masters.publish_weights()
+    assert all(torch.equal(value, 2 * loaded[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
