@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -502,6 +502,14 @@ class Fp32GradBuckets:
             self._sums.clear()
 
     # The hooks
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would have the hooks of no parameter.
+
+        Raises:
+            TrainingError: Always.
+        """
+        raise TrainingError("buckets cannot be copied or pickled; build others on another model")
 
     def _make_slots(self) -> Iterator[_Slot]:
         index = itertools.count()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from tests.ranks import ranks
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -115,6 +117,13 @@ def test_gradients_of_parameters_and_masters_are_the_bucket(dtype: torch.dtype) 
         assert first <= gradient.data_ptr() <= last
         assert gradient.dtype == torch.float32
         assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_buckets_are_not_copied(copied: Callable[[object], object]) -> None:
+    for part in flatten(make_model(), torch.bfloat16):
+        with pytest.raises(TrainingError, match="cannot be copied or pickled"):
+            copied(part)
 
 
 def test_memory_order_is_kept() -> None:
