@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -161,8 +160,6 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-# Numbers the default process groups of this process, which every rank initializes equally often.
-_initializations = itertools.count()
 # The arguments of the first call of `init`, by name.
 _choice: dict[str, Any] = {}
 
@@ -279,7 +276,7 @@ def _initialize_group(
     _check_address(environment.world_size)
     store = rendezvous_store.for_this_start(timeout_seconds)
     # Otherwise ranks read the addresses of a group that was destroyed.
-    store = PrefixStore(f"distmp/group {next(_initializations)}", store)
+    store = PrefixStore(f"group {store.add(f'groups of rank {environment.rank}', 1)}", store)
     on_store()
     flight_recorder.enable()
     dist.init_process_group(
