@@ -242,8 +242,8 @@ def check_model(model: object) -> None:
             problem = (
                 "has no shape yet; give its layer all sizes, or run a batch through the model first"
             )
-        elif tensor.is_inference():
-            problem = "was created in inference mode; build the model outside of it"
+        elif tensor.is_inference() or torch.is_inference_mode_enabled():
+            problem = "would train in inference mode; build model and engine outside of it"
         elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
         elif tensor.layout != torch.strided:

@@ -861,6 +861,20 @@ def test_sparse_tensors_are_refused() -> None:
             make(model=model)
 
 
+@pytest.mark.parametrize("built_inside", [False, True])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_models_and_engines_that_are_built_in_inference_mode_are_refused(
+    policy: str, built_inside: bool
+) -> None:
+    with torch.inference_mode(not built_inside):
+        model = nn.Linear(3, 2)
+    with (
+        torch.inference_mode(built_inside),
+        pytest.raises(ConfigError, match="inference mode; build model and engine outside of it"),
+    ):
+        make(model=model, policy=policy)
+
+
 @ranks(2)
 @in_turn(("options", "frozen"), [({"shard_optimizer": True}, False), ({}, True)])
 def test_writes_of_one_rank_to_shards_and_frozen_weights_are_refused(
