@@ -107,7 +107,8 @@ class CheckedOptimizer:
         if self.checked is not None and not self.checked.are_unchanged():
             raise RuntimeError(
                 "gradients changed after the ranks had decided on them: call backward() for all "
-                "registered optimizers before the first step(), or do not register them"
+                "registered optimizers before the first step(), or do not register them; after an "
+                "iteration that raised an error, call scaler.update()"
             )
 
 

@@ -610,7 +610,7 @@ def test_clipping_replaces_unscaling() -> None:
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="instead of unscale_"):
+    with pytest.raises(RuntimeError, match=r"update\(\) before, or .* instead of unscale_"):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"call scaler\.update\(\) after step\(\)"):
@@ -625,6 +625,29 @@ def test_late_gradients_of_registered_optimizer_are_refused() -> None:
     optimizers[1].param_groups[0]["params"][0].grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="gradients changed"):
         scaler.step(optimizers[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_update_ends_an_iteration_that_was_abandoned(fused: bool) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.125, fused=fused)
+    scaler = DistributedGradScaler("cpu")
+
+    def clip_next() -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.clip_grad_norm_(optimizer, 100.0)
+
+    for abandoned in (clip_next, lambda: scaler.unscale_(optimizer)):
+        abandoned()
+        with pytest.raises(RuntimeError, match=r"call (scaler\.)?update\(\)"):  # noqa: PT012
+            clip_next()
+            scaler.step(optimizer)
+        scaler.update()
+    clip_next()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.full((2,), 0.875))
 
 
 def test_partial_update_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
