@@ -257,8 +257,7 @@ def _line(record: StepRecord) -> bytes:
 def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
     try:
         values = json.loads(line)
-        known = {n: _read(values[n], kind) for n, kind in _TYPES.items() if n in values}
-        return StepRecord(**known)
+        return StepRecord(**{n: _read(values[n], t) for n, t in _TYPES.items() if n in values})
     except (ValueError, TypeError, OverflowError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
