@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.buckets import reduction
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
@@ -161,6 +162,8 @@ def simulate_ranks(
         _missing_values_refused(),
         mock.patch.object(nn.Module, "_apply", _apply),
         mock.patch(fsdp_internals.CHUNKS, _first_chunk),
+        # One operation sums the shards of all ranks: nothing stays in a cache.
+        mock.patch.dict(reduction.SUMS_PER_BLOCK, clear=True),
         SetDataMode(),
         FakeRanks(),
         warnings.catch_warnings(),

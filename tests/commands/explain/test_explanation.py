@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from distmp import cli
 from distmp.buckets import gradients
 from distmp.commands.explain import explanation as explanation_module
 from distmp.commands.explain.explanation import Explanation, explain, predict
-from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.commands.explain.fake_ranks import FakeRanks, simulate_ranks
 from distmp.commands.explain.observe import differences
 from distmp.commands.explain.report import report, seen
 from distmp.commands.explain.trace_steps import trace_steps
@@ -282,6 +285,24 @@ def test_hsdp_gathers_within_and_reduces_between_machines() -> None:
     assert outside == pytest.approx(inside / 4, rel=1e-6)
     inside, outside = flat["parameters: all-gather"]
     assert outside == pytest.approx(inside / 3, rel=1e-6)
+
+
+def test_operations_of_a_layer_do_not_grow_with_ranks() -> None:
+    dispatch, counts = FakeRanks.__torch_dispatch__, Counter[tuple[int, int]]()
+
+    def counted(self: Any, func: Any, *args: Any) -> Any:
+        counts[layers, ranks] += 1
+        return dispatch(self, func, *args)
+
+    for layers, ranks in itertools.product((1, 2), (16, 64)):
+        with mock.patch.object(FakeRanks, "__torch_dispatch__", counted):
+            batch = {"global_batch_size": ranks, "microbatch_size": 1}
+            model = {"options": {"layers": layers}}
+            config = run(precision=policy("bf16"), strategy="fsdp", batch=batch, model=model)
+            predicted(config, ranks)
+    # What ranks compare at the start grows with them, whatever the number of layers.
+    one_layer, two_layers = (counts[layers, 64] - counts[layers, 16] for layers in (1, 2))
+    assert two_layers == one_layer
 
 
 @pytest.mark.nightly
