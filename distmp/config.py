@@ -281,7 +281,7 @@ class RunConfig(Section):
 
     steps: int = field(
         default=1000,
-        metadata=consequential("a schedule with an end is stretched, so learning rates jump"),
+        metadata=consequential("the schedule ends at another step, so learning rates may jump"),
     )
     """Number of steps, skipped ones included."""
 

@@ -240,7 +240,8 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
         log(f"rank {rank} ended because another rank was lost; see the output of that rank")
         return code
     if code > 0:
-        log(f"rank {rank} failed with exit code {code}; see its messages above")
+        first = ", or those of rank 0" if rank else ""
+        log(f"rank {rank} failed with exit code {code}; see its messages above{first}")
         return code
     if -code in stopping.STOP_SIGNALS:
         stopped = stopping.exit_code_after(-code)

@@ -376,7 +376,8 @@ def _host(endpoint: Endpoint) -> TCPStore:
         raise LaunchError(
             f"rendezvous port {endpoint.port} of this machine is in use; end the process that "
             "listens there, or choose another port on all hosts (--port PORT, or --rdzv-endpoint "
-            "HOST:PORT if you passed that)"
+            "HOST:PORT if you passed that); if it is another launcher of this run, set NNODES, "
+            "NODE_RANK, MASTER_ADDR and MASTER_PORT for each"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store

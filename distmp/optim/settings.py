@@ -37,7 +37,7 @@ class OptimizerConfig(Section, section="optim"):
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata=consequential(
-            "the optimizer keeps the state that it built up under other options"
+            "the optimizer keeps the state that it built up under other options, if any"
         ),
     )
     """Further arguments of the optimizer, such as betas or momentum; for muon see

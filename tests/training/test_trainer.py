@@ -28,6 +28,7 @@ from tests.disks import disk, fill, mount, unmount
 from tests.elastic import Job, run_jobs
 from tests.marks import nightly
 from tests.torchrun import TINY, python, run, tiny
+from tests.toys import trainer_of
 from tests.training.test_resume import SIZE, Samples, configuration, train
 
 Batch = dict[str, Tensor]
@@ -350,3 +351,11 @@ def test_checkpoints_are_saved_at_configured_steps(
     arguments: list[str], expected: list[int], cwd: Path
 ) -> None:
     assert saved(cwd, *arguments) == expected
+
+
+def test_start_names_optimizer_and_its_weight_decay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optim = {"name": "sgd", "lr": 0.5}
+    trainer_of(configuration(tmp_path, optim=optim, log={"console": "plain"}))
+    assert "\noptimizer: sgd; lr 0.5, weight decay 0.1 of matrices\n" in capsys.readouterr().out

@@ -108,7 +108,7 @@ class EarlyStopping(Callback):
         self._checkpointing = checkpointing
         self._config = config.early_stopping
         most = math.inf if held_out is None else held_out
-        samples = min(config.validation.samples, most)
+        self._samples = samples = min(config.validation.samples, most)
         self._final_counts = samples == min(config.validation.final_samples or most, most)
         # Values of another metric, direction or held-out data cannot be compared.
         held_out_data = [samples, config.data.validation_path]
@@ -172,12 +172,10 @@ class EarlyStopping(Callback):
         self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
         path = final_path(directory, self._best_step)
-        where = str(path)
-        if trainer.world.rank == 0 and not is_checkpoint(path):
-            where = f"no checkpoint in {directory}: an earlier run has it, or no save succeeded"
+        missing = f"no checkpoint in {directory}: an earlier run has it, or no save succeeded"
         trainer.console.message(
-            f"best held-out {self._config.metric} {self._best:.4g} at step {self._best_step}: "
-            f"{where}"
+            f"best held-out {self._config.metric} {self._best:.4g} on {self._samples} samples, "
+            f"at step {self._best_step}: {path if is_checkpoint(path) else missing}"
         )
 
     def _improves(self, value: float) -> bool:

@@ -25,6 +25,7 @@ from tests.training.test_resume import Samples, configuration
 
 # Losses of the validations after steps 2, 4, 6, ...
 LOSSES = (3.0, 2.0, 1.5, 1.6, 1.45, 1.7, math.nan, 1.0, 1.0, 1.0)
+BEST = "best held-out loss 1.5 on 4 samples, at step 6"
 WEIGHTS = "model.safetensors"
 VALUES: dict[str, Any] = {
     "steps": 40,
@@ -65,7 +66,7 @@ def test_early_stop_ends_all_ranks_and_keeps_best(tmp_path: Path) -> None:
         reason = (
             "loss has not improved on 1.5 at step 6 for 3 validations (early_stopping.patience)"
         )
-        best = f"best held-out loss 1.5 at step 6: {run.directory.checkpoints / 'step-000006'}"
+        best = f"{BEST}: {run.directory.checkpoints / 'step-000006'}"
         assert messages(run) == [best, f"finished after step 12: {reason}"]
         assert run.progress.step == 12
         assert checkpoints(run) == ["step-000006", "step-000012"]
@@ -79,7 +80,9 @@ def test_early_stop_ends_all_ranks_and_keeps_best(tmp_path: Path) -> None:
             directory, strategy=strategy, resume="auto", early_stopping=section, steps=18
         )
         assert messages(longer) == [
-            best.replace("1.5 at step 6", "1 at step 16").replace("06", "16")
+            best.replace("1.5 on 4 samples, at step 6", "1 on 4 samples, at step 16").replace(
+                "06", "16"
+            )
         ]
         assert longer.progress.step == 18
         assert checkpoints(longer) == ["step-000016", "step-000018"]
@@ -97,13 +100,11 @@ def test_metric_that_is_never_a_number_is_reported(tmp_path: Path) -> None:
 @ranks(1)
 def test_resumed_run_keeps_its_patience_count(tmp_path: Path) -> None:
     first = trainer(tmp_path / "run", steps=10)
-    assert messages(first) == [
-        f"best held-out loss 1.5 at step 6: {first.directory.checkpoints / 'step-000006'}"
-    ]
+    assert messages(first) == [f"{BEST}: {first.directory.checkpoints / 'step-000006'}"]
     path = first.directory.checkpoints / "step-000010"
     other = trainer(tmp_path / "other", resume=str(path))
     assert messages(other) == [
-        f"best held-out loss 1.5 at step 6: no checkpoint in {other.directory.checkpoints}: an "
+        f"{BEST}: no checkpoint in {other.directory.checkpoints}: an "
         "earlier run has it, or no save succeeded",
         "finished after step 12: loss has not improved on 1.5 at step 6 for 3 validations "
         "(early_stopping.patience)",
@@ -129,7 +130,7 @@ def spiking(
 
     monkeypatch.setattr("distmp.training.trainer.action_for", action)
     best = run.directory.checkpoints / "step-000004"
-    assert messages(run) == [f"best held-out loss 2 at step 4: {best}"]
+    assert messages(run) == [f"best held-out loss 2 on 4 samples, at step 4: {best}"]
     return run
 
 
