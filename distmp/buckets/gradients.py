@@ -501,8 +501,6 @@ class Fp32GradBuckets:
         if self._sums is not None:
             self._sums.clear()
 
-    # The hooks
-
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a copy would have the hooks of no parameter.
 
@@ -510,6 +508,8 @@ class Fp32GradBuckets:
             TrainingError: Always.
         """
         raise TrainingError("buckets cannot be copied or pickled; build others on another model")
+
+    # The hooks
 
     def _make_slots(self) -> Iterator[_Slot]:
         index = itertools.count()

@@ -24,7 +24,8 @@ WRITTEN = (
     "was written to (as by another optimizer's step(), model.load_state_dict, param.data.mul_(), "
     "in forward or in a hook), but its value is copied from the optimizer's FP32 master weight; "
     "write to a model before you build the engine, use engine.load_state_dict, or change "
-    "engine.weights() and call engine.publish_weights() (FlatParameters: overwrite=True)"
+    "engine.weights() between steps and call engine.publish_weights(); without an engine, change "
+    "FlatParameters.named and call publish_weights(overwrite=True)"
 )
 UNPUBLISHED = (
     "engine.weights() were changed without engine.publish_weights(), so forward would use other "

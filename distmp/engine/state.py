@@ -226,6 +226,9 @@ class EngineState:
         new = (UNUSED, *(f"optimizer/{name}/" for name in shapes.keys() - updated))
         live = self.tensors()
         kept = {name for name in live if name not in stored and name.startswith(new)}
+        fresh = {name.rpartition("/")[0] for name in under("optimizer/", dict.fromkeys(kept))}
+        started = sorted(fresh.difference(self._strategy.used.unused))
+        self._warn("the state has no optimizer state of %s, which starts new", started)
         kept |= {name for name in live if name.startswith(GROUP)}
         own = {name: tensor for name, tensor in live.items() if name not in kept}
         return own | self._options_to_load(live, stored)

@@ -210,5 +210,5 @@ def _stable_then_decay(steps: int, decay: int, config: ScheduleConfig, update: i
     """Return the share of the peak at an update, counted after the warm-up."""
     # All `decay` updates are between the peak and `final`, like those of the warm-up: the update
     # after the last one would be at `final`, so that a final rate of 0 wastes none.
-    done = min(1.0, max(0, update + 1 - (steps - decay)) / (decay + 1))
+    done = min(1.0, max(0, update + 1 - (steps - decay)) / (decay + 1)) if decay else 0.0
     return 1.0 + done * (config.final - 1.0)

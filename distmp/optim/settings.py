@@ -65,7 +65,7 @@ class ScheduleConfig(Section, section="schedule"):
     """Learning rate that cosine, linear and wsd reach after the last update, as a share of the peak
     from 0 to 1."""
     decay_steps: int | None = None
-    """Number of updates at the end of the run that wsd takes below the peak; null: a tenth of those
+    """Number of updates at the end of the run in which wsd lowers the rate; null: a tenth of those
     after the warm-up, at least 1."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the scheduler of an import path."""

@@ -206,17 +206,14 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
         device_type: Device type of the module: "cuda", "cpu".
 
     Raises:
-        ConfigError: If `keep_fp32` does not fit the module, it was prepared for another policy, or
-            matrix products of the policy have fewer than 16 bits.
+        ConfigError: If `keep_fp32` does not fit the module, or matrix products of the policy have
+            fewer than 16 bits.
     """
     refuse_low_precision_matmuls(policy)
-    old = vars(module).get("_distmp_policy", policy)
-    require(old == policy, "policy", policy.name, f"the module has {old.name!r}; build a new one")
     convert_parameters(module, policy, quiet=True)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
     cast_inputs_and_outputs(module, policy)
-    vars(module)["_distmp_policy"] = policy  # copies have it, too
 
 
 def convert_parameters(

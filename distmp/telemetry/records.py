@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -258,7 +259,7 @@ def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecor
     try:
         values = json.loads(line)
         return StepRecord(**{n: _read(values[n], t) for n, t in _TYPES.items() if n in values})
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
         raise RecordError(f"{message}; fix or delete that line") from error
 
@@ -266,7 +267,7 @@ def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecor
 def _read(value: Any, kind: str) -> Any:
     """Return the value of a field; floats in mappings and lists may be named by their text."""
     if kind == "int":
-        return int(value)
+        return operator.index(value)
     if kind == "float" or (kind == "float | None" and value is not None):
         return float(value)  # also of "NaN", "Infinity" and "-Infinity"
     return value if kind.startswith("str") else _renamed(value, lambda v: _NAMED.get(v, v))

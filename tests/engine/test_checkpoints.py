@@ -443,7 +443,9 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
-def test_sgd_that_gains_momentum_continues_as_in_torch(kernel: str, tmp_path: Path) -> None:
+def test_sgd_that_gains_momentum_continues_as_in_torch(
+    kernel: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class GainsMomentum(torch.optim.SGD):
         updates = 0
 
@@ -461,6 +463,7 @@ def test_sgd_that_gains_momentum_continues_as_in_torch(kernel: str, tmp_path: Pa
     before.save(tmp_path)
     train(after, 1, ONE_RANK)  # the momentum of this step is dropped
     after.load(tmp_path)
+    assert ("the state has no optimizer state of " in caplog.text) == (kernel == "fused")
     train(after, 3, ONE_RANK, first=2)
     expected, _ = plain_training(5, ONE_RANK, lambda p: GainsMomentum(p, lr=0.1))
     assert error(weights(after), expected) < 1e-5

@@ -147,13 +147,15 @@ def test_optimizer_is_built_from_import_path(monkeypatch: pytest.MonkeyPatch) ->
 # Schedules
 
 
-def rates_of(config: ScheduleConfig, steps: int = STEPS, peak: float = 0.5) -> list[float]:
+def rates_of(
+    config: ScheduleConfig, steps: int = STEPS, peak: float = 0.5, taken: int | None = None
+) -> list[float]:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
     rates = LearningRates(
         optimizer, schedule_factory(config, steps), torch.device("cpu"), on_device=False
     )
     found = []
-    for applied in range(steps):
+    for applied in range(taken or steps):
         rates.set(torch.tensor(applied), applied)
         found.append(optimizer.param_groups[0]["lr"])
     return found
@@ -246,6 +248,8 @@ def test_wsd_lowers_the_rate_in_decay_steps_updates(
     config = ScheduleConfig("wsd", warmup_steps, final=0.0, decay_steps=decay_steps)
     stable = [0.5] * (steps - warmup_steps - len(lowered))
     assert rates_of(config, steps)[warmup_steps:] == pytest.approx(stable + lowered)
+    if decay_steps == 0:  # also in a loop that goes on
+        assert set(rates_of(config, steps, taken=steps + 2)) == {0.5}
 
 
 def test_schedules_keep_ratio_of_group_rates() -> None:

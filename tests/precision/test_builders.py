@@ -242,20 +242,6 @@ def test_ddp_divides_16_bit_gradients_in_fp32() -> None:
     assert (found == every.double().mean(0).bfloat16()).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("first", ["bf16", "bf16-autocast,keep_fp32=norm"])
-def test_module_is_prepared_for_one_policy(first: str) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    with pytest.raises(ConfigError, match="keep_fp32"):
-        prepare(module, policy("fp16,keep_fp32=missing"), "cpu")
-    for _ in range(2):
-        prepare(module, policy(first), "cpu")
-    for each in (module, copy.deepcopy(module)):
-        with pytest.raises(ConfigError, match=f"policy = 'fp32': the module has '{first}'; build"):
-            prepare(each, policy("fp32"), "cpu")
-    with autocast_context(policy(first), CPU):
-        assert module(torch.ones(1, 4)).isfinite().all()
-
-
 @ranks(2)
 def test_ddp_sends_reduce_dtype() -> None:
     rank = dist.get_rank()

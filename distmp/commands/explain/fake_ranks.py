@@ -63,8 +63,6 @@ class FakeRanks(TorchDispatchMode):
             args = (args[0], _without_masks(args[1]))
         if is_fake and not func._schema.returns:
             return None  # a fused optimizer, which writes in place
-        if set(types) == {FakeTensor}:  # saves the way through torch's dispatcher
-            return self._fake.dispatch(func, types, args, kwargs)
         return func(*args, **kwargs)
 
     def _large(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
