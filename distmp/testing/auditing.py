@@ -32,7 +32,7 @@ from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.recording import Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference
-from distmp.utils.tensor_trees import checksum
+from distmp.utils.tensor_trees import checksum, described
 
 # Classes that penalties, other models or clipping can look like.
 _VAGUE = ("unexplained", "clipped", "constant", "shard_clipped", "weighted", "miscounted")
@@ -243,7 +243,10 @@ class Audit:
             try:
                 self._compare()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
-                self._not_decided("gradients", f"could not be computed again: {error}")
+                text = "; loss_sum gets the arguments of forward, so pass labels to it; it got "
+                used = self._steps[0].forwards[: self._loss_sum is not None]
+                text = "".join(text + described(each.batch) for each in used)
+                self._not_decided("gradients", f"could not be computed again: {error}{text}")
         elif not self._found:
             skipped = f"has skipped all {len(self._rates)} steps: gradients overflow; audit more"
             self._not_decided("optimizer", skipped if self._rates else "has not been called")
@@ -291,9 +294,8 @@ class Audit:
             doubts |= dict.fromkeys(_VAGUE, "it is clipped in parts, by value or with others")
         if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             doubts["scheduler"] = "unless it depends on the number of the iteration on purpose"
-        if doubt := doubts.get(found.kind):
-            return replace(found, kind="", text=f"{found.text}; {doubt}")
-        return found
+        doubt = doubts.get(found.kind)
+        return replace(found, kind="", text=f"{found.text}; {doubt}") if doubt else found
 
     def _compare(self) -> None:
         ranks, reference = Ranks(None), Reference(self._model, self._loss_sum)

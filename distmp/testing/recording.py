@@ -101,9 +101,9 @@ class Forward(_Watched):
 
     @property
     def batch(self) -> Any:
-        """The keywords, or the positional arguments, or the only one."""
-        is_single = len(self.args) == 1 and not self.kwargs
-        return self.args[0] if is_single else self.args or self.kwargs
+        """The positional arguments, and keywords as a dict, if there are any; or the only one."""
+        found = (*self.args, self.kwargs) if self.kwargs else tuple(self.args)
+        return found[0] if len(found) == 1 else found
 
     def weight_and_scales(self) -> tuple[float, float, float]:
         """Return weight and scale of the first loss, and the scale of others relative to it."""

@@ -1370,6 +1370,40 @@ def test_a_replaced_forward_that_calls_the_original_model(wrapped: bool) -> None
     assert kinds(audited(model, mean_of_means)) == ["microbatch_means"]
 
 
+def test_loss_sum_gets_the_arguments_of_forward() -> None:
+    """A keyword beside positional arguments, too."""
+
+    def loss_sum(model: nn.Module, batch: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, Any]:
+        inputs, keywords = batch
+        tokens = (keywords["labels"] != -100).sum()
+        return model(inputs, **keywords)["loss"] * tokens, tokens
+
+    def mixed(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        for batch in batches:
+            loss, _ = loss_sum(model, (batch["input_ids"], {"labels": batch["labels"]}))
+            (loss / total(batches)).backward()
+
+    for backward, text in (
+        (mixed, ""),
+        (outside, "loss_sum gets the arguments of forward, so pass labels to it; it got int64 ["),
+    ):
+        model = Labelled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        audited_model = model if backward is mixed else model.model
+        with distmp.audit(audited_model, optimizer, loss_sum=loss_sum) as audit:
+            backward(model, microbatches(0))
+            optimizer.step()
+        assert audit.report.exit_code == 2 * bool(text), str(audit.report)
+        assert text in str(audit.report)
+
+
+def outside(model: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    """The model does not get the labels."""
+    for batch in batches:
+        pair = batch["input_ids"], batch["labels"]
+        scripts.cross_entropy(model.model, pair, "sum").backward()
+
+
 def test_a_loss_of_another_model_is_not_decided() -> None:
     model, other = Labelled(), Labelled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
