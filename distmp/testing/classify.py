@@ -27,7 +27,7 @@ _ROUNDED = 2.0**-6
 # What is wrong, and what to do, by class.
 CLASSES = {
     "right": ("agrees", ""),
-    "ranks_twice": ("divided by the number of ranks twice", "multiply the loss by their number"),
+    "ranks_twice": ("divided by the number of ranks twice", "multiply by the number of ranks"),
     "ranks_never": ("multiplied by the number of ranks", "divide after your own all-reduce"),
     "microbatches_twice": ("divided by the microbatches once too often", "do not divide again"),
     "microbatches_never": ("multiplied by the number of microbatches", "divide each mean loss"),
