@@ -57,7 +57,7 @@ CLASSES = {
     "shard_clipped": ("clipped by the norm of each rank's shard", "clip DTensors, not shards"),
     "not_finite": ("NaN or infinite", "divide by at least 1 token"),
     "weighted": ("microbatches count with wrong weights", "divide sums equally, clip only once"),
-    "unexplained": ("in no class", "compare labels, loss and changes after backward"),
+    "unexplained": ("in no class", "pass loss_sum= for other terms; compare labels, later changes"),
 }
 TEXTS = {kind: text for kind, (text, _) in CLASSES.items()}
 
@@ -264,11 +264,10 @@ class _Predictions:
     def fits(self, name: str, *, exactly: bool = False) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
-        errors = _norm(products, self._predicted - self.measured)
         is_rounded = bool(self.split.reduction) or name in self.split.in_16_bits
         share = _TOLERANCE if exactly else self.allowed([name]) + _ROUNDED * is_rounded
-        allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
-        return {*np.flatnonzero(errors <= allowed).tolist()}
+        limit = share * _norm(products, self._predicted) + _FLOOR * self._norm
+        return {*np.flatnonzero(_norm(products, self._predicted - self.measured) <= limit).tolist()}
 
     def size(self, names: Iterable[str]) -> float:
         """Return the norm of the error of several parameters, relative to the gradient wanted."""
@@ -301,8 +300,7 @@ def diagnose(splits: Sequence[SplitResult], wanted: str) -> list[GradientMismatc
     if rounded and (reduction := max(split.reduction for split in splits)):
         size = _size(predictions, names)
         found.append(mismatch("reduced_in_16_bits", names, f": {reduction}", size))
-    named = [each for each in found if each.parameters]
-    return sorted(named, key=lambda each: [*CLASSES].index(each.kind))
+    return sorted((m for m in found if m.parameters), key=lambda m: [*CLASSES].index(m.kind))
 
 
 def _compared(predictions: list[_Predictions]) -> _Found:

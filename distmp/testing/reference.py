@@ -73,6 +73,8 @@ class Reference:
         split.others = {*stacked} - step.gradients.keys()
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]
+        # Only a sharded model reduces so; parts of other gradients are not clipped apart.
+        shards = len(weights) if any("scatter" in each for each in step.collectives) else 1
         split.is_unlike = not bool(ratios.isclose(ratios[:1], rtol=0.01).all())
         for name, each in stacked.items():
             wanted, measured = _mean(each, weights), step.gradients.get(name)
@@ -80,7 +82,7 @@ class Reference:
             if measured is not None and measured.itemsize == 2:
                 split.in_16_bits.add(name)
             split.products[name] = _products([*each.flatten(0, 1), added, flat])
-            split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, len(weights))
+            split.shard_factors = split.shard_factors or _shard_factors(flat, wanted, shards)
             if name in ideal:
                 split.noise[name] = _noise(each - ideal[name], ideal[name].double().sum((0, 1)))
         norms = {name: float(each.double().sum((0, 1)).norm()) for name, each in ideal.items()}
@@ -133,8 +135,7 @@ class Reference:
                 numbers[index] = torch.tensor([weight, others])
                 for name, tensor in trained.items():
                     if tensor.grad is not None:
-                        found = tensor.grad.to_dense().float().flatten().cpu()
-                        stacked[name][index] = found * factor
+                        stacked[name][index] = tensor.grad.to_dense().float().ravel().cpu() * factor
                         tensor.grad = None
         problem = "does not depend on the parameters of the model it is called with"
         depends = any(each.any() for each in stacked.values()) or not numbers.any()
@@ -232,13 +233,14 @@ def _noise(errors: Tensor, total: Tensor) -> float:
     return share * (1 + 8 / errors.numel() ** 0.5)
 
 
-def _shard_factors(gradient: Tensor, wanted: Tensor, ranks: int) -> tuple[float, ...]:
+def _shard_factors(gradient: Tensor, wanted: Tensor, shards: int) -> tuple[float, ...]:
     """Return the factors between parts of a gradient and the wanted one, if there are several."""
-    step = 1 + len(wanted) // _SHOWN
-    gradient, wanted = gradient[::step], wanted[::step]
+    gradient, wanted = (each[:: 1 + len(each) // _SHOWN] for each in (gradient, wanted))
     shown = wanted.abs() > 0.05 * wanted.abs().max()
     ratios = (gradient[shown] / wanted[shown]).sort().values
-    apart = ratios.diff() > 5e-4 * ratios[1:].abs()
+    apart = (steps := ratios.diff()) > 5e-4 * ratios[1:].abs()
     factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
-    are_clips = 1 < len(factors) <= ranks and factors[0] > 0 and factors[-1] < 1 + 1e-3
-    return tuple(factors) if are_clips else ()
+    are_clips = 1 < len(factors) <= shards and factors[0] > 0 and factors[-1] < 1 + 1e-3
+    # Ratios of a shard are equal but for rounding errors; those of another loss differ gradually.
+    are_equal = len(ratios) >= 4 * shards and steps[~apart].sum() < 5e-5 * ratios[0]
+    return tuple(factors) if are_clips and are_equal else ()

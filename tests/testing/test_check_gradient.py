@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -325,6 +326,15 @@ def test_wrong_sharded_steps_are_named() -> None:
     assert kinds(scripts.fsdp2_rank_means, wrapped, reference=make_model()) == ["rank_means"]
     with pytest.raises(ConfigError, match=r"FullyShardedDataParallel.*reference="):
         check_gradient(scripts.fsdp2, wrapped, samples())
+
+
+@ranks(2)
+def test_other_terms_of_the_loss_are_no_clipping() -> None:
+    for make, factor in itertools.product((make_model, scripts.sharded), (2e-4, 5e-5, 3e-5)):
+        step = functools.partial(scripts.with_z_loss, factor=factor)
+        with pytest.raises(GradientError, match=r"fix: .*pass loss_sum=") as failure:
+            check_gradient(step, make(), samples())
+        assert [each.kind for each in failure.value.mismatches] == ["unexplained"]
 
 
 @pytest.mark.parametrize("seed", range(6))
