@@ -385,7 +385,8 @@ def audit(
         optimizer: Its optimizer, or one of several; gradients of its parameters are compared.
         loss_sum: Returns the sum of the losses of a microbatch, and its weight. It is called with a
             plain model, and with what the model was called with: the only positional argument,
-            keywords as a dict, or a tuple of positional arguments and that dict. By default, the sum of the first loss function of torch that is called.
+            keywords as a dict, or a tuple of positional arguments and that dict. By
+            default, the sum of the first loss function of torch that is called.
 
     Yields:
         An object whose `report` is set when the context ends.
