@@ -24,7 +24,7 @@ from distmp.errors import SetupError, require
 from distmp.utils.dtypes import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
-TESTED = ("2.10", "2.11", "2.13", "2.15")
+TESTED = ("2.10", "2.11", "2.13", "2.14", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = (
     "init_unsharded_param",

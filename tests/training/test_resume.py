@@ -169,9 +169,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def same(record: StepRecord) -> dict[str, Any]:
-    """Return the fields that do not depend on the speed of a step."""
+    """Return the fields that do not depend on the speed of a step; as text, for NaN equals NaN."""
     timed = ("weight_per_second", "step_seconds", "memory_bytes")
-    return {name: value for name, value in vars(record).items() if name not in timed}
+    return {name: repr(value) for name, value in vars(record).items() if name not in timed}
 
 
 @ranks(2, timeout=150)
