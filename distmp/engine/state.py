@@ -32,6 +32,7 @@ from distmp.optim.state import (
     never_updated,
     prepare_for_device_skip,
     restore_numbers,
+    state_keys,
 )
 from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.settings import loss_scale_rules
@@ -222,13 +223,13 @@ class EngineState:
         )
         # A parameter without a stored state starts new: some optimizers create its state before its
         # first gradient, and fused SGD a momentum that SGD without momentum has not saved.
-        updated = {name.rpartition("/")[0] for name in optimizer_state}
-        new = (UNUSED, *(f"optimizer/{name}/" for name in shapes.keys() - updated))
+        stateless = shapes.keys() - state_keys(optimizer_state).keys()
+        new = (UNUSED, *(f"optimizer/{name}/" for name in stateless))
         live = self.tensors()
+        started = stateless.difference(self._strategy.used.unused)
+        started &= state_keys(under("optimizer/", live)).keys()
+        self._warn("the state has no optimizer state of %s, which starts new", sorted(started))
         kept = {name for name in live if name not in stored and name.startswith(new)}
-        fresh = {name.rpartition("/")[0] for name in under("optimizer/", dict.fromkeys(kept))}
-        started = sorted(fresh.difference(self._strategy.used.unused))
-        self._warn("the state has no optimizer state of %s, which starts new", started)
         kept |= {name for name in live if name.startswith(GROUP)}
         own = {name: tensor for name, tensor in live.items() if name not in kept}
         return own | self._options_to_load(live, stored)

@@ -221,7 +221,7 @@ def create_state(
     calls_super = "__class__" in inspect.unwrap(type(optimizer).step).__code__.co_freevars
     runs_kernel = isinstance(optimizer, _KERNELS) and (inherits_step(optimizer) or calls_super)
     left_out: dict[str, None] = {}
-    keys = _keys(stored)
+    keys = state_keys(stored)
     for name, (parameter, _) in owners.items():
         if name not in keys:
             optimizer.state.pop(parameter, None)
@@ -252,7 +252,7 @@ def create_state(
     return list(left_out)
 
 
-def _keys(stored: Iterable[str]) -> dict[str, set[str]]:
+def state_keys(stored: Iterable[str]) -> dict[str, set[str]]:
     """Return the keys of the stored state of each parameter, by its name."""
     keys: dict[str, set[str]] = {}
     for entry in stored:
@@ -276,7 +276,7 @@ def check_complete(
     Raises:
         CheckpointError: If the state of a parameter is incomplete.
     """
-    keys = _keys(stored)
+    keys = state_keys(stored)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     for group in optimizer.param_groups if is_of_torch else ():
         known: dict[int, set[str]] = {}
@@ -315,7 +315,7 @@ def never_updated(
         names: Name of each parameter by its `id`.
         stored: Names of the stored states, as in `named_state`.
     """
-    updated = _keys(stored).keys()
+    updated = state_keys(stored).keys()
     missing = []
     for group in optimizer.param_groups:
         own = [names[id(tensor)] for tensor in group["params"]]

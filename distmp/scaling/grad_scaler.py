@@ -300,7 +300,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if OptState.STEPPED in stages:
             raise RuntimeError("clip_grad_norm_() after step(): call scaler.update() after step().")
         if OptState.UNSCALED in stages:
-            raise RuntimeError("call clip_grad_norm_(), not unscale_(); after a failure update().")
+            raise RuntimeError(
+                "call clip_grad_norm_() instead of unscale_(); after an iteration that raised an "
+                "error, call scaler.update()"
+            )
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = clip_coefficient(norm, max_norm)

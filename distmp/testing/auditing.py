@@ -243,10 +243,12 @@ class Audit:
             try:
                 self._compare()
             except Exception as error:  # noqa: BLE001  (training continues after an audit)
-                text = "; loss_sum gets the arguments of forward, so pass labels to it; it got "
-                used = self._steps[0].forwards[: self._loss_sum is not None]
-                text = "".join(text + described(each.batch) for each in used)
-                self._not_decided("gradients", f"could not be computed again: {error}{text}")
+                problem = f"could not be computed again: {error}"
+                if self._loss_sum is not None and self._steps[0].forwards:
+                    batch = described(self._steps[0].forwards[0].batch)
+                    problem += "; loss_sum gets the arguments of forward, so pass labels to it; "
+                    problem += f"it got {batch}"
+                self._not_decided("gradients", problem)
         elif not self._found:
             skipped = f"has skipped all {len(self._rates)} steps: gradients overflow; audit more"
             self._not_decided("optimizer", skipped if self._rates else "has not been called")
@@ -294,8 +296,9 @@ class Audit:
             doubts |= dict.fromkeys(_VAGUE, "it is clipped in parts, by value or with others")
         if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             doubts["scheduler"] = "unless it depends on the number of the iteration on purpose"
-        doubt = doubts.get(found.kind)
-        return replace(found, kind="", text=f"{found.text}; {doubt}") if doubt else found
+        if doubt := doubts.get(found.kind):
+            return replace(found, kind="", text=f"{found.text}; {doubt}")
+        return found
 
     def _compare(self) -> None:
         ranks, reference = Ranks(None), Reference(self._model, self._loss_sum)

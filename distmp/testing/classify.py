@@ -264,10 +264,11 @@ class _Predictions:
     def fits(self, name: str, *, exactly: bool = False) -> set[int]:
         """Return the predictions that a parameter's gradient agrees with; 0 is the wanted one."""
         products = self.products[name]
+        errors = _norm(products, self._predicted - self.measured)
         is_rounded = bool(self.split.reduction) or name in self.split.in_16_bits
         share = _TOLERANCE if exactly else self.allowed([name]) + _ROUNDED * is_rounded
-        limit = share * _norm(products, self._predicted) + _FLOOR * self._norm
-        return {*np.flatnonzero(_norm(products, self._predicted - self.measured) <= limit).tolist()}
+        allowed = share * _norm(products, self._predicted) + _FLOOR * self._norm
+        return {*np.flatnonzero(errors <= allowed).tolist()}
 
     def size(self, names: Iterable[str]) -> float:
         """Return the norm of the error of several parameters, relative to the gradient wanted."""

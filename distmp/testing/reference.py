@@ -238,9 +238,10 @@ def _shard_factors(gradient: Tensor, wanted: Tensor, shards: int) -> tuple[float
     gradient, wanted = (each[:: 1 + len(each) // _SHOWN] for each in (gradient, wanted))
     shown = wanted.abs() > 0.05 * wanted.abs().max()
     ratios = (gradient[shown] / wanted[shown]).sort().values
-    apart = (steps := ratios.diff()) > 5e-4 * ratios[1:].abs()
+    gaps = ratios.diff()
+    apart = gaps > 5e-4 * ratios[1:].abs()
     factors = [*ratios[:1].tolist(), *ratios[1:][apart].tolist()]
     are_clips = 1 < len(factors) <= shards and factors[0] > 0 and factors[-1] < 1 + 1e-3
     # Ratios of a shard are equal but for rounding errors; those of another loss differ gradually.
-    are_equal = len(ratios) >= 4 * shards and steps[~apart].sum() < 5e-5 * ratios[0]
+    are_equal = len(ratios) >= 4 * shards and gaps[~apart].sum() < 5e-5 * ratios[0]
     return tuple(factors) if are_clips and are_equal else ()

@@ -189,9 +189,9 @@ def _summary(run: Run, parameters: str) -> Iterator[str]:
         f"batch {batch.global_batch_size} = {world.world_size} ranks x "
         f"{run.model_and_data.microbatches} microbatches x {batch.microbatch_size} samples"
     )
-    muon = isinstance(engine.optimizer, Muon) and engine.optimizer.describe()
-    name, decay = muon or config.optim.name, f"weight decay {config.optim.weight_decay:g}"
-    yield f"optimizer: {name}; lr {config.optim.lr:g}, {decay} of matrices"
+    optimizer, optim = engine.optimizer, config.optim
+    name = optimizer.describe() if isinstance(optimizer, Muon) else optim.name
+    yield f"optimizer: {name}; lr {optim.lr:g}, weight decay {optim.weight_decay:g} of matrices"
 
 
 def _record_start(run: Run) -> None:

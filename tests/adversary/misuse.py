@@ -49,7 +49,7 @@ TORCH_MESSAGES = (
     "The source state dict is empty",
     "factor must be",
     "call scaler.scale(loss).backward() before step()",
-    "call clip_grad_norm_(), not unscale_()",
+    "call clip_grad_norm_() instead of unscale_()",
     "call scaler.update() after step()",
     "gradients changed after the ranks had decided",
 )

@@ -610,7 +610,7 @@ def test_clipping_replaces_unscaling() -> None:
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\), not unscale_\(\)"):
+    with pytest.raises(RuntimeError, match="instead of unscale_"):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"call scaler\.update\(\) after step\(\)"):
@@ -640,7 +640,7 @@ def test_update_ends_an_iteration_that_was_abandoned(fused: bool) -> None:
 
     for abandoned in (clip_next, lambda: scaler.unscale_(optimizer)):
         abandoned()
-        with pytest.raises(RuntimeError, match=r"(after a failure|call scaler\.)\s?update\(\)"):  # noqa: PT012
+        with pytest.raises(RuntimeError, match=r"error, call scaler\.update\(\)"):  # noqa: PT012
             clip_next()
             scaler.step(optimizer)
         scaler.update()

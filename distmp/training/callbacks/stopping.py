@@ -172,10 +172,12 @@ class EarlyStopping(Callback):
         self._checkpointing.writer.finish()
         directory = trainer.directory.checkpoints
         path = final_path(directory, self._best_step)
-        missing = f"no checkpoint in {directory}: an earlier run has it, or no save succeeded"
+        where = str(path)
+        if trainer.world.rank == 0 and not is_checkpoint(path):
+            where = f"no checkpoint in {directory}: an earlier run has it, or no save succeeded"
         trainer.console.message(
             f"best held-out {self._config.metric} {self._best:.4g} on {self._samples} samples, "
-            f"at step {self._best_step}: {path if is_checkpoint(path) else missing}"
+            f"at step {self._best_step}: {where}"
         )
 
     def _improves(self, value: float) -> bool:
