@@ -337,6 +337,17 @@ def test_other_terms_of_the_loss_are_no_clipping() -> None:
         assert [each.kind for each in failure.value.mismatches] == ["unexplained"]
 
 
+@ranks(2)
+def test_parts_of_a_replicated_gradient_are_no_shards() -> None:
+    def train_step(model: nn.Module, microbatches: list[Any]) -> None:
+        scripts.token_mean(model, microbatches)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.flatten()[: parameter.numel() // 2] *= 0.5
+
+    assert kinds(train_step, make_model()) == ["unexplained"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_values_in_autocast_are_right(seed: int, dtype: torch.dtype) -> None:
