@@ -36,6 +36,9 @@ OPTIONS = ["--max-restarts=100"]
 # Longest time without a further step. It contains a connection that is cut, and a start, which
 # takes long on a busy machine.
 STUCK_SECONDS = REJOIN_SECONDS + ARRIVAL_SECONDS + 120
+# A launcher that is started again after the others have ended joins nobody, so the end of a run is
+# left alone. More steps than a rank takes until it notices that its launcher has ended.
+LAST_STEPS = 100
 # How often the hosts are looked at.
 POLL_SECONDS = 0.2
 _QDISC = ("dev", "eth0", "root")
@@ -85,7 +88,8 @@ class Disturbed:
             now = time.monotonic()
             self._undo(now)
             self._start_again(now)
-            if now > self._next_event and now < no_events_after and not self._pending:
+            calm = self._pending or self._run.step() > STEPS - LAST_STEPS
+            if self._next_event < now < no_events_after and not calm:
                 self._disturb(now)
             self._check_progress(now)
             time.sleep(POLL_SECONDS)
