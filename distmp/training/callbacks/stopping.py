@@ -14,6 +14,7 @@ import psutil
 from distmp.checkpoint.snapshot import written_here
 from distmp.checkpoint.storage import final_path, is_checkpoint
 from distmp.config import RunConfig
+from distmp.distributed.failing_together import Ranks
 from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, TrainingLoop
 from distmp.training.callbacks.checkpointing import Checkpointing
@@ -111,8 +112,12 @@ class EarlyStopping(Callback):
         self._samples = samples = min(config.validation.samples, most)
         self._final_counts = samples == min(config.validation.final_samples or most, most)
         # Values of another metric, direction or held-out data cannot be compared.
-        held_out_data = [samples, config.data.validation_path]
-        self._compared = [self._config.metric, self._config.maximizes, *held_out_data]
+        self._compared = {
+            "early_stopping.metric": self._config.metric,
+            "early_stopping.mode": "max" if self._config.maximizes else "min",
+            "validation.samples": samples,
+            "data.validation_path": config.data.validation_path,
+        }
         self._restart()
 
     def _restart(self) -> None:
@@ -127,13 +132,19 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        if state.get("compared") == self._compared:
+        before = state.get("compared", {})
+        changed = [
+            f"{name} {before.get(name)} -> {value}"
+            for name, value in self._compared.items()
+            if before.get(name) != value
+        ]
+        if not changed:
             for name in _STATE:
                 setattr(self, f"_{name}", state[name])
-        elif state.get("best") is not None:
+        elif state.get("best") is not None and Ranks(None).rank == 0:
             logger.warning(
-                "early stopping compares another metric, mode or held-out data than before: the "
-                "best value so far, and its checkpoint, are no longer kept"
+                "early stopping: %s; the best value so far, and its checkpoint, are no longer kept",
+                ", ".join(changed),
             )
         # Also after a rollback, which saves next and would remove the best checkpoint.
         self._checkpointing.keep(self._best_step)

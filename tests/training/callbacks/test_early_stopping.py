@@ -233,32 +233,42 @@ def stopping_after(value: float, **early_stopping: Any) -> tuple[EarlyStopping, 
     return stopping, watched
 
 
-DROPPED = (
-    "early stopping compares another metric, mode or held-out data than before: the best value so "
-    "far, and its checkpoint, are no longer kept"
-)
+DROPPED = "early stopping: {}; the best value so far, and its checkpoint, are no longer kept"
 EVERY_STEP: dict[str, Any] = {"validation": {"every": 1, "metrics": {"accuracy": "accuracy"}}}
 
 
-@pytest.mark.parametrize("before", [{"metric": "accuracy"}, {"mode": "max"}])
+@pytest.mark.parametrize(
+    ("before", "changed"),
+    [
+        (
+            {"metric": "accuracy"},
+            "early_stopping.metric accuracy -> loss, early_stopping.mode max -> min",
+        ),
+        ({"mode": "max"}, "early_stopping.mode max -> min"),
+    ],
+)
 def test_values_of_another_metric_are_not_compared(
-    before: dict[str, str], caplog: pytest.LogCaptureFixture
+    before: dict[str, str], changed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     other, _ = stopping_after(0.5, **before)
     stopping, watched = stopping_after(math.nan)
     stopping.load_state_dict(other.state_dict())
     assert watched.kept == 0
-    assert caplog.messages == [DROPPED]
+    assert caplog.messages == [DROPPED.format(changed)]
     watched.step = 5
     stopping.on_validation(watched, 2.0, {})
     assert watched.kept == 5
 
 
 @pytest.mark.parametrize(
-    "other", [{"validation": {"every": 1, "samples": 8}}, {"data": {"validation_path": "b"}}]
+    ("other", "changed"),
+    [
+        ({"validation": {"every": 1, "samples": 8}}, "validation.samples 4 -> 8"),
+        ({"data": {"validation_path": "b"}}, "data.validation_path a -> b"),
+    ],
 )
 def test_values_of_other_held_out_data_are_not_compared(
-    other: dict[str, Any], caplog: pytest.LogCaptureFixture
+    other: dict[str, Any], changed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     base: dict[str, Any] = {
         "early_stopping": {"patience": 2},
@@ -274,7 +284,7 @@ def test_values_of_other_held_out_data_are_not_compared(
         stopping.on_validation(watched, float(step), {})
         state = stopping.state_dict()
         assert watched.kept == step
-    assert caplog.messages == [DROPPED]
+    assert caplog.messages == [DROPPED.format(changed)]
 
 
 def test_more_samples_than_there_are_make_no_other_value(
