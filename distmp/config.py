@@ -242,8 +242,8 @@ class EarlyStoppingConfig(Section, section="early_stopping"):
         """
         if self.patience == 0:
             hint = (
-                "has no effect without early_stopping.patience; set it, the number of "
-                "validations without an improvement after which a run ends"
+                "has no effect without early_stopping.patience; leave it out, or set patience, the "
+                "number of validations without an improvement after which a run ends"
             )
             for each in fields(self):
                 self._require(getattr(self, each.name) == each.default, each.name, hint)

@@ -232,7 +232,10 @@ class Fp32GradBuckets:
         if reproducible:
             _check_reproducible(self.world_size, reduce_dtype)
         unit = CHUNK if reproducible else ALIGNMENT
-        self.layouts = plan_buckets(named_parameters, bucket_bytes, unit * self.world_size)
+        # A plain all-reduce does not divide buckets among the ranks.
+        divides = self.sharded or reproducible or reduce_dtype != torch.float32
+        parts = self.world_size if divides else 1
+        self.layouts = plan_buckets(named_parameters, bucket_bytes, unit * parts)
         self._reduction = self._build_reduction(reduce_dtype, pairwise=reproducible)
         # The set of buffers that backward writes to, and the set that holds the result. They are
         # the same unless microbatches are summed separately.

@@ -160,7 +160,7 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-# The arguments of the first call of `init`, by name.
+# The arguments of the first call of `init`, by name, and whether it found or joined other ranks.
 _choice: dict[str, Any] = {}
 
 
@@ -170,7 +170,7 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     Under torchrun, or another launcher that sets its variables, the default process group is
     initialized if it does not exist. Otherwise the process trains alone. `Engine` and `DataLoader`
     do the same by themselves, and use the device of this call. A further call returns the same
-    world, and does not seed again.
+    world, and does not seed again, unless the process group was destroyed in between.
 
     Args:
         device: The device of this rank; None uses the GPU of its local rank if there is one.
@@ -191,22 +191,24 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     """
     global _choice
     asked = {"device": None if device is None else str(usable_device(device)), "seed": seed}
-    if _choice:
-        _check_repeated(asked)
-        return world_of_process()
+    if _choice and (not _choice["joined"] or dist.is_initialized()):
+        world = world_of_process()
+        _check_repeated(asked, world)
+        return world
     if seed is not None:
         check_seed(seed)
     world = world_of_process(device)
-    _choice = asked
+    _choice = {**asked, "joined": world.group is not None}
     if seed is not None:
         seed_all(seed)
     return world
 
 
-def _check_repeated(asked: Mapping[str, Any]) -> None:
+def _check_repeated(asked: Mapping[str, Any], world: World) -> None:
     for name, now in asked.items():
-        problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; call it once"
-        require(now in (None, _choice[name]), name, now, problem)
+        problem = f"the first call of distmp.init had {name} = {_choice[name]!r}; pass it there"
+        known = now in (None, _choice[name]) or (name == "device" and now == str(world.device))
+        require(known, name, now, problem)
 
 
 def world_of_process(device: torch.device | str | None = None) -> World:

@@ -59,8 +59,8 @@ class ScheduleConfig(Section, section="schedule"):
     """cosine, linear, constant, wsd (warm-up, stable, decay: constant, then linear over the last
     `decay_steps`), or the import path of a scheduler, such as torch.optim.lr_scheduler:StepLR."""
     warmup_steps: int | None = 0
-    """Number of updates over which the learning rate rises linearly to its peak; null: 5% of
-    `steps`, rounded down, and 0 for an import path."""
+    """Number of updates before that with the peak, over which the learning rate rises linearly;
+    null: 5% of `steps`, rounded down, and 0 for an import path."""
     final: float = 0.1
     """Learning rate that cosine, linear and wsd reach after the last update, as a share of the peak
     from 0 to 1."""

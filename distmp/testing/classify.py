@@ -57,7 +57,7 @@ CLASSES = {
     "shard_clipped": ("clipped by the norm of each rank's shard", "clip DTensors, not shards"),
     "not_finite": ("NaN or infinite", "divide by at least 1 token"),
     "weighted": ("microbatches count with wrong weights", "divide sums equally, clip only once"),
-    "unexplained": ("in no class", "pass loss_sum= for other terms; compare labels, later changes"),
+    "unexplained": ("in no class", "pass loss_sum= with all terms; compare labels, later changes"),
 }
 TEXTS = {kind: text for kind, (text, _) in CLASSES.items()}
 

@@ -642,6 +642,22 @@ def test_low_precision_parameters_are_reduced_in_fp32() -> None:
     assert torch.equal(found["weights.5"], torch.full((WIDTH, WIDTH), 1 + 2.0**-12))
 
 
+@ranks(4)
+def test_a_plain_all_reduce_sends_no_padding_for_the_shards_of_ranks() -> None:
+    named = [*nn.Linear(WIDTH, 4, bias=False).named_parameters()]
+    sizes = {
+        (shard, reduce_dtype): Fp32GradBuckets(
+            named, group(), shard=shard, reduce_dtype=reduce_dtype
+        )
+        .buffers[0]
+        .numel()
+        for shard in (False, True)
+        for reduce_dtype in (torch.float32, torch.bfloat16)
+    }
+    assert sizes.pop((False, torch.float32)) == 32
+    assert set(sizes.values()) == {128}, "32 of each rank"
+
+
 @ranks(2)
 def test_tied_and_frozen_parameters_over_ranks() -> None:
     model = Tied()

@@ -53,9 +53,25 @@ def test_second_call_must_agree_and_does_not_reseed() -> None:
     with pytest.raises(ConfigError, match=r"seed = 8: the first call of distmp\.init had seed = 7"):
         distmp.init(seed=8)
     leave()
-    distmp.init()
-    with pytest.raises(ConfigError, match=r"device = 'cpu': .* had device = None; call it once"):
-        distmp.init(device="cpu")
+    world = distmp.init()
+    assert distmp.init(device=world.device) == world
+    with pytest.raises(ConfigError, match=r"seed = 7: .* had seed = None; pass it there"):
+        distmp.init(seed=7)
+
+
+@ranks(2, initialize=False)
+def test_first_call_after_the_group_was_destroyed_seeds_again() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    distmp.init(device="cpu", seed=3)
+    first = drawn()
+    distmp.init(seed=3)
+    assert drawn() != first
+    dist.destroy_process_group()
+    world = distmp.init(seed=3)
+    assert (world.world_size, drawn()) == (2, first)
+    dist.destroy_process_group()
+    distmp.init(seed=4)
+    assert drawn() != first
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "0"])

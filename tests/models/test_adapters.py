@@ -19,6 +19,7 @@ from benchmarks.figures import ROOT
 from distmp import cli
 from distmp.checkpoint import recovery
 from distmp.commands.explain.explanation import explain
+from distmp.commands.explain.report import report
 from distmp.config import load
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
@@ -30,6 +31,7 @@ from distmp.train import main
 from distmp.training.components import build_engine, build_model_and_data, start_from_weights
 from distmp.training.run_fingerprint import describe_model
 from distmp.utils.flat_shard import gathered
+from distmp.utils.live_bytes import MASTERS
 from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits
@@ -222,6 +224,21 @@ def test_adapter_run_resumes_and_exports(
     assert cli.main(["export", "whole", "--to=later"]) == 0
     assert_same_bits(load_file("later/adapter_model.safetensors"), first)
     assert "has no files of one any more" in caplog.text
+
+
+def test_explain_predicts_gradients_of_adapters_only(tmp_path: Path) -> None:
+    save_models(tmp_path)
+    corpus(tmp_path / "corpus")
+    words = ["--batch.global-batch-size=1024", "--batch.microbatch-size=1"]
+    found = explain(load([*settings(tmp_path, "llama", "ddp", "bf16"), *words]), 1024)
+    trained = sum(group.parameters for group in found.groups if group.trained)
+    assert all("lora_" in group.name for group in found.groups if group.trained)
+    # Each adapter is padded to 32 elements.
+    assert found.memory[MASTERS] == pytest.approx(4 * trained, rel=0.25)
+    (gradients,) = (each for each in found.communication if each.purpose == "gradients")
+    assert gradients.nbytes == pytest.approx(2 * 4 * trained, rel=0.25)
+    (row,) = (line for line in report(found) if line.startswith("model.embed_tokens"))
+    assert row.split()[2:] == ["bf16", "-", "bf16", "bf16", "-", "-"]
 
 
 @pytest.mark.nightly

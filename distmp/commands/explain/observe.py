@@ -45,6 +45,7 @@ class ModuleGroup:
         accumulated: Dtype in which gradients of microbatches are summed.
         kept: Whether the modules run in FP32 under a 16-bit policy.
         low_precision: Formats of the operands of low-precision matmuls; empty without any.
+        trained: Whether one of their parameters is.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ModuleGroup:
     accumulated: torch.dtype
     kept: bool
     low_precision: tuple[str, ...] = ()
+    trained: bool = False
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -98,7 +100,9 @@ def expected_groups(
         key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
         group = groups.get(key) or _group(key, part, policy, strategy)
         count = group.parameters + sum(value.numel() for value in own)
-        groups[key] = replace(group, modules=(*group.modules, name), parameters=count)
+        trained = group.trained or any(value.requires_grad for value in own)
+        modules = (*group.modules, name)
+        groups[key] = replace(group, modules=modules, parameters=count, trained=trained)
     groups_of_name = Counter(group.name for group in groups.values())
     return [
         replace(group, name=_with_numbers(group)) if groups_of_name[group.name] > 1 else group

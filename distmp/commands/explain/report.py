@@ -62,11 +62,11 @@ def _types(explanation: Explanation) -> Iterator[str]:
             _short(group.name),
             quantity(group.parameters),
             dtype_word(group.stored),
-            dtype_word(group.updated),
+            dtype_word(group.updated) if group.trained else "-",
             _computed(group),
             seen(explanation, group) or "-",
-            dtype_word(group.reduced) if several else "-",
-            dtype_word(group.accumulated),
+            dtype_word(group.reduced) if several and group.trained else "-",
+            dtype_word(group.accumulated) if group.trained else "-",
             "fp32" if group.kept else "",
         )
         for group in explanation.groups
