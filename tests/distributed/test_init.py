@@ -19,7 +19,7 @@ import distmp
 from distmp.distributed.world import leave
 from distmp.errors import ConfigError
 from tests.ports import reserved_port
-from tests.ranks import from_all_ranks, ranks
+from tests.ranks import from_all_ranks, ranks, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -59,19 +59,25 @@ def test_second_call_must_agree_and_does_not_reseed() -> None:
         distmp.init(seed=7)
 
 
-@ranks(2, initialize=False)
-def test_first_call_after_the_group_was_destroyed_seeds_again() -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+def begin_anew(port: int) -> list[bool]:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     distmp.init(device="cpu", seed=3)
-    first = drawn()
+    numbers = [drawn()]
     distmp.init(seed=3)
-    assert drawn() != first
-    dist.destroy_process_group()
-    world = distmp.init(seed=3)
-    assert (world.world_size, drawn()) == (2, first)
-    dist.destroy_process_group()
-    distmp.init(seed=4)
-    assert drawn() != first
+    numbers.append(drawn())
+    for seed in (3, 4):
+        dist.destroy_process_group()
+        assert distmp.init(seed=seed).world_size == 2
+        numbers.append(drawn())
+    return [each == numbers[0] for each in numbers]
+
+
+def test_first_call_after_the_group_was_destroyed_seeds_again() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = run_ranks(begin_anew, 2, server.port, initialize=False)
+    assert found == [[True, False, True, False]] * 2
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "0"])

@@ -27,7 +27,7 @@ def test_commands_of_page_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_page_numbers_agree_with_code() -> None:
     assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN) == (3, 4)
-    assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
+    assert "runs three (four with `reproducible`)" in " ".join(PAGE.split())
     assert command.USUAL_RANKS == 8
     assert "by default 8, or the largest smaller divisor" in " ".join(PAGE.split())
 
