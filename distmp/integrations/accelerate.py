@@ -31,6 +31,7 @@ from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, builders, 
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32, product_switches
 from distmp.precision.notation import resolve_without_masters
 from distmp.precision.policy import PRESETS, SIXTEEN_BIT, dtype_word
+from distmp.scaling.grad_scaler import refuse_closure
 from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
@@ -287,6 +288,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._watched = GradientVersions(self.optimizer, local_gradients(self.optimizer))
 
     def step(self, closure: Any = None) -> None:
+        refuse_closure(closure)
         watched, self._watched = self._watched, None
         is_scaled = id(self.optimizer) not in self.scaler._inspected
         if watched and is_scaled and not watched.are_unchanged():
@@ -295,7 +297,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 " the loss scale; clip them with accelerator.clip_grad_norm_",
                 type(self.optimizer).__name__,
             )
-        super().step(closure)
+        super().step()
 
     @property
     def step_was_skipped(self) -> bool:

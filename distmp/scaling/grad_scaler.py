@@ -230,8 +230,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 where the host does not wait, at the second `update` at the latest. Also if another
                 rank does not reach the decision.
             ConfigError: If the environment names several processes, but there is no process group;
-                and if ranks outside of `group` hold shards of a gradient.
+                and if ranks outside of `group` hold shards of a gradient; and for a closure, unless
+                the scaler is disabled.
         """
+        if self._enabled and args:
+            refuse_closure(args[0])
         self._record_call("step")
         if self._enabled and "closure" not in kwargs:
             self._check_scale_growth_tracker("step")
@@ -789,6 +792,19 @@ class SkipCounts(NamedTuple):
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
+
+
+def refuse_closure(closure: object) -> None:
+    """Refuse a closure, whose gradients the optimizer would use while they are scaled.
+
+    Raises:
+        ConfigError: If there is one.
+    """
+    problem = (
+        "the optimizer would step with its gradients while they are multiplied by the loss scale; "
+        "call closure() yourself, and then step() without it"
+    )
+    require(closure is None, "closure", brief(closure), problem)
 
 
 def _check_scales(differ: float) -> None:

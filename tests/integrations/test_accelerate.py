@@ -404,6 +404,24 @@ def test_gradients_that_are_still_scaled_are_noticed() -> None:
 
 
 @ranks(1)
+def test_closure_is_refused_with_a_loss_scale() -> None:
+    """Also at a step that accelerate leaves out because it accumulates."""
+    for policy_name in ("fp16-autocast", "bf16-autocast"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(policy_name, gradient_accumulation_steps=2)
+        model: Any = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        for step in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch(step, 0)).square().mean())
+                if policy_name == "bf16-autocast":
+                    optimizer.step(lambda: None)
+                    continue
+                with pytest.raises(ConfigError, match=r"closure = .*call closure\(\) yourself"):
+                    optimizer.step(lambda: None)
+
+
+@ranks(1)
 def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
     accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
     model = make_model()

@@ -181,6 +181,21 @@ def test_misuse_raises_what_torch_raises(fused: bool) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("scales", [False, True])
+def test_positional_closure_is_refused(scales: bool) -> None:
+    """The optimizer would call it after the gradients were unscaled, and step with scaled ones."""
+    scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
+    if scales:
+        scaler.scale(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"closure = 'function': .*call closure\(\) yourself"):
+        scaler.step(optimizer, lambda: None)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer, None)
+    calls: list[int] = []
+    DistributedGradScaler(enabled=False).step(optimizer, lambda: calls.append(1))
+    assert calls == [1]
+
+
 @pytest.mark.parametrize(
     ("optimizers", "shown"), [(None, "None"), (one_parameter(1.0), "'Adam'")], ids=["none", "one"]
 )
