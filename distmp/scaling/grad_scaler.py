@@ -765,6 +765,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         if self._ranks.group is not None:
             logger.warning("a pickled scaler loses its group; the copy will use all ranks")
+        if self._registered:
+            logger.warning("a copied scaler forgets its optimizers; call register(...) on the copy")
         return {
             **state,
             "_init_counts": self._counts(),

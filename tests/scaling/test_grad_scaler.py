@@ -374,6 +374,15 @@ def test_copied_scaler_continues(copied: Callable[[Any], Any]) -> None:
     assert (scaler.consecutive_skips, scaler.total_skips) == (2, 2)
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_copy_reports_that_it_forgets_optimizers(
+    registered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizers = [one_parameter(1.0)] if registered else []
+    copy.deepcopy(DistributedGradScaler("cpu", optimizers=optimizers))
+    assert ("call register(...) on the copy" in caplog.text) == registered
+
+
 def test_scheduler_is_not_stepped_after_a_skip() -> None:
     optimizer, scaler = one_parameter(1.0, fused=True), DistributedGradScaler("cpu")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
