@@ -330,6 +330,8 @@ def _count(batch: Any, *, shifted: bool, pixel: int = _IGNORED_LABEL) -> tuple[T
             if isinstance(labels, Tensor) and shifted:
                 labels = labels[..., 1:]
         if isinstance(labels, Tensor):
+            if labels.is_floating_point():  # the losses of numbers ignore none of them
+                return labels.numel(), True
             ignored = pixel if labels.dim() == 3 else _IGNORED_LABEL
             return labels.ne(ignored).sum(), True
     elif isinstance(batch, list) and all(isinstance(sample, Mapping) for sample in batch):

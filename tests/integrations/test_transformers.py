@@ -475,6 +475,23 @@ def test_labels_of_a_causal_model_without_known_loss_are_counted_shifted(tmp_pat
     assert not any(map(_uses_default_loss, others))
 
 
+@ranks(1)
+def test_numbers_equal_to_the_ignored_label_count(tmp_path: Path) -> None:
+    from distmp.integrations.transformers import Trainer
+
+    targets = [-100.0, -100.0, -100.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    made = recording(Trainer)(
+        model=bert("BertForSequenceClassification", num_labels=1, problem_type="regression"),
+        args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=4, learning_rate=0.0),
+        train_dataset=[{**Sentences(1)[0], "labels": torch.tensor(target)} for target in targets],
+    )
+    made.train()
+    ((batches, gradients),) = made.steps
+    wanted, gradient = reference(made.before, batches, squares)
+    assert made.state.log_history[0]["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert largest_error(gradients, gradient) < 1e-5
+
+
 def test_pixels_without_class_do_not_count(tmp_path: Path) -> None:
     """Segformer ignores the label 255, and with one class takes the mean over all pixels."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
