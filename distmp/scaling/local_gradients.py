@@ -29,7 +29,7 @@ class LocalGradient(NamedTuple):
     """The part of one gradient that this rank holds.
 
     Attributes:
-        tensor: Dense tensor that shares the memory of the parameter's gradient.
+        tensor: Dense real tensor that shares the memory of the parameter's gradient.
         shards: Number of ranks that one copy of the gradient is sharded over; 1 for a plain tensor,
             0 for a partial sum that is not reduced yet.
     """
@@ -100,8 +100,13 @@ def _coalesce(gradient: Tensor) -> Tensor:
 
 def _local(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
-        return gradient._values()
-    return gradient.to_local() if is_dtensor(gradient) else gradient
+        gradient = gradient._values()
+    elif is_dtensor(gradient):
+        gradient = gradient.to_local()
+    if not gradient.is_complex():
+        return gradient
+    # Conjugating a lazily conjugated gradient gives a view of its memory as it is.
+    return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
 
 
 def _shards(

@@ -443,6 +443,28 @@ def test_fp16_gradients_are_unscaled_in_fp32() -> None:
     assert torch.equal(parameter, (-gradient.float() / 2.0**16).half())
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("lazily_conjugated", [False, True])
+def test_complex_gradients(lazily_conjugated: bool, clips: bool) -> None:
+    results = []
+    for imaginary in (8.0, math.inf):
+        gradient = torch.tensor([complex(6.0, imaginary)])
+        parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+        parameter.grad = gradient.conj() if lazily_conjugated else gradient
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler = DistributedGradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        norm = scaler.clip_grad_norm_(optimizer, 2.5) if clips else None
+        scaler.step(optimizer)
+        results.append((scaler.step_skipped, parameter.item()))
+        if norm is not None:
+            assert norm.item() == (5.0 if imaginary == 8 else math.inf)
+    sign = 1 if lazily_conjugated else -1
+    wanted = complex(-1.5, 2 * sign) if clips else complex(-3, 4 * sign)
+    assert results[0] == (False, pytest.approx(wanted))
+    assert results[1] == (True, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sparse_gradients(dtype: torch.dtype) -> None:
     results = []
