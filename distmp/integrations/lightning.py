@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -289,6 +290,8 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         """Apply the policy to a module; changed in place."""
         self._switches.close()
         self._switches.enter_context(keep.product_switches(self.policy))
+        # Fabric does not call `teardown`, and at the end of the process torch cannot be called.
+        weakref.finalize(self, self._switches.close)
         prepare_module(module, self.policy, self.device)
         self._unchecked.append(module)
         return module

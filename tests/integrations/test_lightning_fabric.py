@@ -43,6 +43,7 @@ from tests.integrations.test_lightning_trainer import (
     reference,
 )
 from tests.ranks import ranks, same_on_all_ranks
+from tests.torchrun import python, run
 
 
 def make_fabric(plugin: Any, strategy: Any = "ddp", **options: Any) -> Any:
@@ -342,6 +343,17 @@ def test_pytorch_lightning_package_is_supported() -> None:
 def test_policy_unsupported_by_lightning_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         resolved(name, torch.device("cpu"))
+
+
+def test_plugin_without_teardown_restores_switches_before_torch_is_gone(tmp_path: Path) -> None:
+    code = """
+import torch, lightning_fabric
+from distmp.integrations.lightning import MixedPrecision
+plugin = MixedPrecision("bf16-autocast", "cpu")
+plugin.convert_module(torch.nn.Linear(2, 2))
+"""
+    done = run(python("-c", code), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.gpu
