@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from distmp.errors import ConfigError, require
 from distmp.precision import keep
 from distmp.precision.functions import functions_in_fp32
 from distmp.precision.notation import name_of
-from distmp.precision.policy import PrecisionPolicy, dtype_word
+from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 
 logger = logging.getLogger("distmp")
@@ -221,6 +222,9 @@ def convert_parameters(
 ) -> None:
     """Convert parameters to the dtypes of a policy, and log which ones become FP32 weights.
 
+    A 16-bit parameter that is frozen stays so under a policy with FP32 parameters, and the backward
+    that computes its gradient later, after it was unfrozen, raises a `ConfigError`.
+
     Args:
         module: The root module; changed in place.
         policy: The precision policy.
@@ -233,10 +237,22 @@ def convert_parameters(
         if parameter.dtype != dtypes[name]:
             converted.append(f"{name!r} was {dtype_name(parameter.dtype)}")
             parameter.data = parameter.data.to(dtypes[name])
+        elif parameter.dtype in SIXTEEN_BIT and not policy.casts_parameters:  # it is frozen
+            parameter.requires_grad_(True)  # otherwise torch refuses hooks
+            parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
+            parameter.requires_grad_(False)
     if converted and not quiet:
         first, count = converted[0], len(converted)
         problem = "the policy %s trains FP32 weights: %d parameters become float32 (%s)%s"
         logger.warning(problem, policy.name, count, first, hint)
+
+
+def _refuse_16_bit_weight(name: str, parameter: Tensor) -> None:
+    problem = (
+        f"is {dtype_name(parameter.dtype)}, because it was frozen when the policy was applied, but "
+        "the policy trains float32 weights; call float() on its module before that"
+    )
+    require(parameter.dtype not in SIXTEEN_BIT, "model", name, problem)
 
 
 def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:

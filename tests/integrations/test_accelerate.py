@@ -557,6 +557,28 @@ def test_only_explicit_policy_changes_matmul_switches() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
 
 
+@ranks(1)
+def test_16_bit_weights_that_are_unfrozen_later_are_refused() -> None:
+    for options in ({"mixed_precision": "bf16"}, {"policy": "fp16-autocast"}):
+        for converts in (False, True):
+            AcceleratorState._reset_state(reset_partial_state=True)
+            accelerator = Accelerator(**options)
+            model: Any = make_model().bfloat16()
+            first = model[0].requires_grad_(False)
+            if converts:
+                first.float()
+            model = accelerator.prepare(model)
+            accelerator.backward(model(batch(0, 0)).square().mean())
+            first.requires_grad_(True)
+            loss = model(batch(0, 0)).square().mean()
+            if converts:
+                accelerator.backward(loss)
+                assert first.weight.grad.dtype == torch.float32
+                continue
+            with pytest.raises(ConfigError, match=r"'0.*bfloat16.*call float\(\) on its module"):
+                accelerator.backward(loss)
+
+
 @pytest.mark.parametrize(
     ("dtype", "ending"),
     [

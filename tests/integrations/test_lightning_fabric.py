@@ -356,6 +356,18 @@ plugin.convert_module(torch.nn.Linear(2, 2))
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@ranks(1)
+def test_16_bit_weight_that_is_unfrozen_later_is_refused() -> None:
+    importlib.import_module("lightning_fabric")
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    model = plugin.convert_module(nn.Linear(2, 2).bfloat16().requires_grad_(False))
+    plugin.teardown()
+    model.weight.requires_grad_(True)
+    loss = model.weight.sum()
+    with pytest.raises(ConfigError, match="model = 'weight': is bfloat16, because it was frozen"):
+        plugin.backward(loss, model)
+
+
 @pytest.mark.gpu
 def test_step_weights_divide_gradients_on_gpu() -> None:
     weights, model = StepWeights(), make_net().cuda()
