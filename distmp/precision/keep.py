@@ -199,19 +199,25 @@ def run_in_fp32(
 ) -> None:
     """Make `module` compute in FP32: cast its inputs to FP32 and disable autocast inside.
 
-    Works with `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2.
+    Works with `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2. What the
+    module writes to its arguments in place reaches the caller, except in compiled code.
 
     Args:
         module: A module that holds FP32 parameters when it is called.
         device_type: Device type of the module: "cuda", "cpu".
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
-    cast_inputs(module, torch.float32)
+    module.register_forward_pre_hook(_Fp32Inputs(torch.float32), with_kwargs=True)
     forward = forward_function(module)
 
     def in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        copies = vars(self).pop("_fp32_copies", ())
         with torch.autocast(device_type, enabled=False):
-            return forward(self, *args, **kwargs)
+            output = forward(self, *args, **kwargs)
+        for tensor, copy, version in copies:
+            if copy._version != version:
+                tensor.copy_(copy)
+        return output
 
     # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
     # autocast would stay disabled after an exception.
@@ -265,6 +271,27 @@ class CastHook:
 class _InputCast(CastHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
+
+
+class _Fp32Inputs(_InputCast):
+    """Casts inputs, and tells the forward of `run_in_fp32` which ones it gets as copies."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # compiled code has no versions to compare
+            return super().__call__(module, args, kwargs)
+        copies: list[tuple[Tensor, Tensor, int]] = []
+        vars(module)["_fp32_copies"] = copies
+
+        def cast(tensor: Tensor) -> Tensor:
+            copy = self._cast(tensor)
+            if copy is not tensor:
+                copies.append((tensor, copy, copy._version))
+            return copy
+
+        # A tensor that is created in inference mode has no version.
+        inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inference else contextlib.nullcontext():
+            return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 class _OutputCast(CastHook):

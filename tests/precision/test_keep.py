@@ -316,6 +316,74 @@ def test_kept_modules_work_compiled_and_checkpointed(
     torch.testing.assert_close(linear.weight.grad, x.float().sum(0).expand(4, 4))
 
 
+class Writes(nn.Module):
+    """Modules that write to an argument, whose return value is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.relu = nn.ReLU(inplace=True)
+        self.router = AddsInPlace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.router(hidden, more={"x": x})
+        self.relu(hidden)
+        return hidden
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, more: dict[str, Tensor]) -> None:
+        hidden[:, :4] *= 2
+        hidden.add_(self.inner(more["x"]))
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["bf16", "bf16-autocast"])
+def test_writes_of_kept_modules_to_arguments_reach_caller(
+    name: str, context: Callable[[], Any]
+) -> None:
+    model, x = Writes(), torch.randn(16, 8).to(BF16)
+    exact = copy.deepcopy(model).double()
+    own = policy(f"{name},keep_fp32=relu|router")
+    prepare(model, own, "cpu")
+    with context(), autocast_context(own, CPU):
+        output = model(x)
+        expected = exact(x.double())
+    torch.testing.assert_close(output.double(), expected, rtol=2e-2, atol=2e-2)
+    if expected.requires_grad:
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2e-2, atol=0.5)
+
+
+def test_used_output_of_kept_in_place_module_is_right() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    own = policy("bf16-autocast,keep_fp32=ReLU")
+    prepare(model, own, "cpu")
+    for part in (model, plain):
+        with autocast_context(own, CPU):
+            part(x).float().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_arguments_that_kept_module_only_reads_are_not_written() -> None:
+    linear, x = kept_linear(), torch.randn(4, dtype=BF16).expand(3, 4)
+    version = x._version
+    with torch.inference_mode():
+        linear(x)
+    linear(x)
+    assert x._version == version
+
+
 def test_forward_replaced_by_other_tool_is_called() -> None:
     linear = nn.Linear(2, 2)
     linear.forward = lambda x: (x, torch.is_autocast_enabled("cpu"))  # type: ignore[method-assign]
