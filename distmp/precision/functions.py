@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from distmp.errors import ConfigError, did_you_mean
 from distmp.precision.policy import SIXTEEN_BIT
+from distmp.utils.frames import outwards
 from distmp.utils.tensor_trees import map_tensors
 
 # Functions whose result has the dtype of their first argument, whatever that of others such as
@@ -68,6 +71,7 @@ class Fp32Functions(TorchFunctionMode):
             return result
         if not torch.compiler.is_compiling():  # compiled code has no storages to compare
             _refuse_shared(name, copies, result)
+            _refuse_recomputed(name)
         dtype = functools.reduce(torch.promote_types, dtypes)
         return map_tensors(lambda part: _rounded(part, dtype), result)
 
@@ -93,6 +97,21 @@ def _refuse_shared(name: str, copies: list[Tensor], result: Any) -> None:
             f"{does}, which would be an FP32 copy, so the model would not see the change; name "
             "functions that return new values, and use inplace=False",
         )
+
+
+def _refuse_recomputed(name: str) -> None:
+    """Refuse a call inside of activation checkpointing.
+
+    Raises:
+        ConfigError: If so: backward would compute the function again outside of the mode.
+    """
+    file = checkpoint.__file__
+    if any(frame.f_code.co_filename == file for frame in outwards(sys._getframe())):
+        problem = (
+            "is called in torch.utils.checkpoint, whose backward would compute it in 16 bits; put "
+            "the call into a module and keep that, or do not recompute it"
+        )
+        raise ConfigError("precision.policy.keep_fp32", f"{name}()", problem)
 
 
 @functools.cache

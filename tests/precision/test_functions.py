@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.autocast_mode import custom_bwd, custom_fwd
+from torch.utils.checkpoint import checkpoint
 
 import distmp
 from distmp.errors import ConfigError
@@ -171,6 +172,37 @@ def test_unsupported_function_names_are_refused() -> None:
             policy="bf16,keep_fp32=prod()",
             parallel=ParallelConfig(activation_checkpointing="blocks"),
         )
+
+
+class Recomputed(nn.Module):
+    """Checkpoints a product: in the forward itself, or in a module that can be kept."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.product = Product()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return checkpoint(self.product, hidden, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.prod(1 + x / 8, -1)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_kept_function_that_backward_recomputes_is_refused(use_reentrant: bool) -> None:
+    def engine_of(policy: str) -> distmp.Engine:
+        return make_engine(model=Recomputed(use_reentrant), loss=sum_of_squares, policy=policy)
+
+    with pytest.raises(ConfigError, match=r"'prod\(\)': is called in torch\.utils\.checkpoint"):
+        engine_of("bf16,keep_fp32=prod()").step([torch.ones(4, 8)])
+    # Other functions may be kept, and so may the module.
+    for kept in ("mse_loss()", "product"):
+        assert engine_of(f"bf16,keep_fp32={kept}").step([torch.ones(4, 8)]).numbers.loss > 0
 
 
 class Cubed(torch.autograd.Function):
