@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, require
 from distmp.precision import keep
 from distmp.precision.functions import functions_in_fp32
-from distmp.precision.notation import name_of
+from distmp.precision.notation import as_device, name_of
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
 
@@ -44,10 +44,11 @@ def autocast_context(
     """Return the context for forward: autocast if the policy uses it, otherwise a null context.
 
     Raises:
-        ConfigError: If matrix products of the policy have fewer than 16 bits.
+        ConfigError: If matrix products of the policy have fewer than 16 bits, or there is no such
+            device.
     """
     refuse_low_precision_matmuls(policy)
-    return autocast_of_dtypes(policy, torch.device(device))
+    return autocast_of_dtypes(policy, as_device(device))
 
 
 def autocast_of_dtypes(
@@ -195,7 +196,7 @@ def refuse_low_precision_matmuls(policy: PrecisionPolicy) -> None:
         raise ConfigError("precision.policy", policy.name, problem)
 
 
-def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
+def prepare(module: nn.Module, policy: PrecisionPolicy, device: torch.device | str) -> None:
     """Apply a policy to a module on one device: parameters, buffers, inputs, compute and outputs.
 
     Run its forward in `autocast_context`. `distmp.Engine` implements the parts of the optimizer:
@@ -204,13 +205,14 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
     Args:
         module: The root module; changed in place.
         policy: The precision policy.
-        device_type: Device type of the module: "cuda", "cpu".
+        device: Device of the module, or its type: "cuda", "cpu".
 
     Raises:
-        ConfigError: If `keep_fp32` does not fit the module, or matrix products of the policy have
-            fewer than 16 bits.
+        ConfigError: If `keep_fp32` does not fit the module, matrix products of the policy have
+            fewer than 16 bits, or there is no such device.
     """
     refuse_low_precision_matmuls(policy)
+    device_type = as_device(device).type
     convert_parameters(module, policy, quiet=True)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)

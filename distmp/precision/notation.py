@@ -231,7 +231,7 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
         >>> resolve("fp32", torch.device("cpu")).policy.name
         'fp32'
     """
-    device = _as_device(device)
+    device = as_device(device)
     if isinstance(requested, str) and requested == "auto":
         return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)
     chosen = requested if isinstance(requested, PrecisionPolicy) else policy(requested)
@@ -249,7 +249,12 @@ def resolve_without_masters(requested: PolicyLike, device: torch.device) -> Reso
     return Resolution(autocast, f"{found.reason}; there are no FP32 master weights here")
 
 
-def _as_device(device: torch.device | str) -> torch.device:
+def as_device(device: torch.device | str) -> torch.device:
+    """Return a device or its name as a device.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
     with contextlib.suppress(RuntimeError):
         if isinstance(device, torch.device | str):
             return torch.device(device)

@@ -110,6 +110,25 @@ def test_other_policies_have_no_autocast(name: str) -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("device", [CPU, torch.device("cpu", 0), "cpu:0"])
+def test_devices_and_names_of_devices_are_accepted(device: torch.device | str) -> None:
+    own = policy("bf16,keep_fp32=norm")
+    module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    prepare(module, own, device)
+    with autocast_context(own, device):
+        assert module(torch.ones(2, 3)).dtype == FP32
+
+
+def test_unknown_devices_are_refused() -> None:
+    calls = (
+        lambda: prepare(nn.Linear(3, 3), policy("bf16"), "cpuu"),
+        lambda: autocast_context(policy("bf16"), "cpuu"),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match="device = 'cpuu': is not a device; use 'cpu'"):
+            call()
+
+
 @pytest.mark.parametrize("name", ["bf16-autocast", "fp16-autocast"])
 def test_uses_of_one_weight_under_autocast_are_summed_in_fp32(name: str) -> None:
     linear = nn.Linear(1, 1, bias=False)
