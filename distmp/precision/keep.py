@@ -251,8 +251,8 @@ def refuse_pickling(*_: object) -> NoReturn:
         TrainingError: Always.
     """
     raise TrainingError(
-        "a prepared model cannot be pickled (torch.save); use engine.export(directory) or "
-        "engine.save(directory), or save its state_dict()"
+        "a prepared model cannot be pickled (torch.save); save its state_dict(), or with "
+        "distmp.Engine use engine.export(directory) or engine.save(directory)"
     )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import (
     autocast_context,
@@ -382,6 +383,14 @@ def test_arguments_that_kept_module_only_reads_are_not_written() -> None:
         linear(x)
     linear(x)
     assert x._version == version
+
+
+def test_model_prepared_without_engine_can_be_saved_as_message_says() -> None:
+    model = nn.Linear(2, 2)
+    prepare(model, policy("bf16"), "cpu")
+    with pytest.raises(TrainingError, match=r"; save its state_dict\(\), or with distmp\.Engine use"):
+        torch.save(model, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
 
 
 def test_forward_replaced_by_other_tool_is_called() -> None:
