@@ -36,6 +36,7 @@ from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import refuse_shared_memory
 
 try:
     import accelerate
@@ -475,8 +476,9 @@ def prepare_to_shard(
 
     Raises:
         ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
-            all modules in the same way.
+            all modules in the same way. If parameters share memory, which FSDP separates.
     """
+    refuse_shared_memory(module, "fsdp_plugin", "in use")
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
         problem = (
             f"keeps {next(iter(kept))} in FP32 among {dtype_name(policy.compute_dtype)} parameters,"

@@ -12,10 +12,11 @@ from distmp.errors import ConfigError, require
 from distmp.parallel import settings
 from distmp.parallel.blocks import find_blocks, prepare_blocks
 from distmp.parallel.materialize import InitialValues, nothing_to_compute
-from distmp.parallel.strategy import Strategy, check_parameters, refuse_shared_memory
+from distmp.parallel.strategy import Strategy, check_parameters
 from distmp.precision.keep import outermost
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import low_precision_layers
+from distmp.utils.tensor_trees import refuse_shared_memory
 
 
 def resolve_strategy(name: str, world: World) -> str:
@@ -77,7 +78,9 @@ def build_strategy(
     )
     for function in policy.kept_functions:
         require(unchanged, "precision.policy.keep_fp32", f"{function}()", problem)
-    if name not in settings.SHARDED_STRATEGIES and policy.casts_parameters:
+    trained = [each for each in module.parameters() if each.requires_grad]
+    is_cast = policy.casts_parameters or any(each.dtype != torch.float32 for each in trained)
+    if name not in settings.SHARDED_STRATEGIES and is_cast:
         refuse_shared_memory(module, "policy", policy.name)
     if accumulation.shard_optimizer:
         refuse_shared_memory(module, "shard_optimizer", "True")

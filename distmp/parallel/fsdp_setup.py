@@ -20,12 +20,11 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, require
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import Accumulation, ShardingConfig
-from distmp.parallel.strategy import refuse_shared_memory
 from distmp.precision.builders import fsdp2_policy
 from distmp.precision.keep import with_submodules
 from distmp.precision.policy import PrecisionPolicy
 from distmp.utils.processes import free_host_bytes
-from distmp.utils.tensor_trees import parameter_name, tied_parameters
+from distmp.utils.tensor_trees import parameter_name, refuse_shared_memory, tied_parameters
 from distmp.utils.units import bytes_text
 
 HOOK = (

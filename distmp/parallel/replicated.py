@@ -26,6 +26,7 @@ from distmp.precision.builders import prepare
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling.step_decision import GradientPart
 from distmp.utils.flat_shard import FlatShard
+from distmp.utils.tensor_trees import refuse_shared_memory
 
 logger = logging.getLogger("distmp")
 
@@ -65,7 +66,7 @@ class Replicated(strategy.Strategy):
         named = strategy.trainable(module)
         views = [each for _, each in named if each.stride() != dense_strides(each)]
         if views:
-            strategy.refuse_shared_memory(module, "model", type(module).__name__)
+            refuse_shared_memory(module, "model", type(module).__name__)
         moved = [each for _, each in named] if settings.shard_optimizer else views
         strategy.make_contiguous(moved)
         fp32 = {name: parameter.data for name, parameter in named}

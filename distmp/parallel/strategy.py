@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -16,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from distmp.buckets.used_parameters import UsedParameters
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, require
+from distmp.errors import ConfigError
 from distmp.optim.factories import OptimizerFactory
 from distmp.optim.optimizer_tensors import build_on
 from distmp.optim.owners import ShardedMatrix
@@ -354,52 +353,3 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
-
-
-def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
-    """Refuse a parameter that shares memory with another tensor of the model.
-
-    Another parameter would be trained separately; a buffer or an attribute would keep old values.
-
-    Args:
-        module: The model.
-        setting: Name of the setting that moves parameters to other memory.
-        value: Value of that setting.
-
-    Raises:
-        ConfigError: Naming the parameters.
-    """
-    others = (*module.named_buffers(), *_tensor_attributes(module))
-    spans: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
-    for is_parameter, tensors in ((True, module.named_parameters()), (False, others)):
-        for name, tensor in tensors:
-            if tensor.layout == torch.strided and tensor.numel():
-                of_storage = spans[tensor.untyped_storage()._cdata]
-                of_storage.append((*_byte_range(tensor), name, is_parameter))
-    for of_storage in spans.values():
-        # The ends of the parameter, and of the other tensor, that reach furthest so far.
-        furthest = {True: (0, ""), False: (0, "")}
-        for start, end, name, is_parameter in sorted(of_storage):
-            before = max(furthest.values()) if is_parameter else furthest[True]
-            problem = (
-                f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
-                "nn.Parameter to both modules, or make the view in forward"
-            )
-            require(start >= before[0], setting, value, problem)
-            furthest[is_parameter] = max(furthest[is_parameter], (end, name))
-
-
-def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are neither parameters nor buffers, with their names."""
-    for prefix, child in module.named_modules():
-        for name, value in vars(child).items():
-            # A hook, such as that of spectral_norm, computes such a tensor before each forward.
-            if isinstance(value, Tensor) and not child._forward_pre_hooks:
-                yield f"{prefix}.{name}".lstrip("."), value
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after the last."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    start = int(tensor.storage_offset())
-    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize

@@ -28,6 +28,7 @@ from distmp.precision.functions import functions_in_fp32
 from distmp.precision.notation import as_device, name_of
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import refuse_shared_memory
 
 logger = logging.getLogger("distmp")
 
@@ -209,7 +210,8 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device: torch.device | s
 
     Raises:
         ConfigError: If `keep_fp32` does not fit the module, matrix products of the policy have
-            fewer than 16 bits, or there is no such device.
+            fewer than 16 bits, there is no such device, or a conversion would separate parameters
+            that share memory.
     """
     refuse_low_precision_matmuls(policy)
     device_type = as_device(device).type
@@ -232,21 +234,29 @@ def convert_parameters(
         policy: The precision policy.
         hint: What the message ends with.
         quiet: Do not log, because another rank does.
+
+    Raises:
+        ConfigError: If a conversion would separate parameters that share memory.
     """
     dtypes = keep.storage_dtypes(module, policy)
     converted = []
     for name, parameter in module.named_parameters():
         if parameter.dtype != dtypes[name]:
-            converted.append(f"{name!r} was {dtype_name(parameter.dtype)}")
-            parameter.data = parameter.data.to(dtypes[name])
+            converted.append((name, parameter))
         elif parameter.dtype in SIXTEEN_BIT and not policy.casts_parameters:  # it is frozen
             parameter.requires_grad_(True)  # otherwise torch refuses hooks
             parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
             parameter.requires_grad_(False)
-    if converted and not quiet:
-        first, count = converted[0], len(converted)
+    if not converted:
+        return
+    refuse_shared_memory(module, "precision.policy", policy.name)
+    if not quiet:
+        name, parameter = converted[0]
+        first, count = f"{name!r} was {dtype_name(parameter.dtype)}", len(converted)
         problem = "the policy %s trains FP32 weights: %d parameters become float32 (%s)%s"
         logger.warning(problem, policy.name, count, first, hint)
+    for name, parameter in converted:
+        parameter.data = parameter.data.to(dtypes[name])
 
 
 def _refuse_16_bit_weight(name: str, parameter: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections import Counter, UserDict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.errors import require
 from distmp.utils.dtypes import dtype_name
 
 # Longer lists are data, such as token ids.
@@ -83,6 +84,55 @@ def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that have several names."""
     counts = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
+    """Refuse a parameter that shares memory with another tensor of the model.
+
+    Another parameter would be trained separately; a buffer or an attribute would keep old values.
+
+    Args:
+        module: The model.
+        setting: Name of the setting that moves parameters to other memory.
+        value: Value of that setting.
+
+    Raises:
+        ConfigError: Naming the parameters.
+    """
+    others = (*module.named_buffers(), *_tensor_attributes(module))
+    spans: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for is_parameter, tensors in ((True, module.named_parameters()), (False, others)):
+        for name, tensor in tensors:
+            if tensor.layout == torch.strided and tensor.numel():
+                of_storage = spans[tensor.untyped_storage()._cdata]
+                of_storage.append((*_byte_range(tensor), name, is_parameter))
+    for of_storage in spans.values():
+        # The ends of the parameter, and of the other tensor, that reach furthest so far.
+        furthest = {True: (0, ""), False: (0, "")}
+        for start, end, name, is_parameter in sorted(of_storage):
+            before = max(furthest.values()) if is_parameter else furthest[True]
+            problem = (
+                f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
+                "nn.Parameter to both modules, or make the view in forward"
+            )
+            require(start >= before[0], setting, value, problem)
+            furthest[is_parameter] = max(furthest[is_parameter], (end, name))
+
+
+def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are neither parameters nor buffers, with their names."""
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            # A hook, such as that of spectral_norm, computes such a tensor before each forward.
+            if isinstance(value, Tensor) and not child._forward_pre_hooks:
+                yield f"{prefix}.{name}".lstrip("."), value
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after the last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.itemsize, (start + int(last) + 1) * tensor.itemsize
 
 
 def parameter_name(name: str) -> str:

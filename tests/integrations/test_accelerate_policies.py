@@ -107,6 +107,13 @@ def test_policies_unsupported_by_fsdp_are_refused(text: str, setting: str, messa
         build("bf16-autocast,keep_fp32=norm", version)
 
 
+def test_parameters_that_share_memory_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = nn.Parameter(module[0].weight.data)
+    with pytest.raises(ConfigError, match=r"fsdp_plugin = .*'0\.weight' and '1\.weight'"):
+        prepare_to_shard(module, policy("bf16"), "cpu", mixed_dtypes=True)
+
+
 def test_batch_norms_among_16_bit_parameters_are_refused() -> None:
     def module() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -92,6 +92,14 @@ def test_low_precision_parameters_are_converted_to_fp32_exactly() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16"])
+def test_conversion_of_parameters_that_share_memory_is_refused(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(ConfigError, match=r"policy = .*'0\.weight' and '1\.weight', which share"):
+        build_strategy("single", model, policy(precision), ALONE)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-autocast"])
 def test_float64_parameters_are_refused(precision: str) -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64; convert .* \.float\(\)"):

@@ -119,6 +119,22 @@ def test_devices_and_names_of_devices_are_accepted(device: torch.device | str) -
         assert module(torch.ones(2, 3)).dtype == FP32
 
 
+@pytest.mark.parametrize("text", ["fp32", "bf16-autocast", "fp16"])
+def test_conversion_of_parameters_that_share_memory_is_refused(text: str) -> None:
+    model = sharing_memory()
+    with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight', which share memory"):
+        prepare(model, policy(text), "cpu")
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+    prepare(model, policy("bf16"), "cpu")  # nothing to convert
+
+
+def sharing_memory() -> nn.Sequential:
+    """Return a bfloat16 model with two parameters in the same memory."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
 def test_unknown_devices_are_refused() -> None:
     calls = (
         lambda: prepare(nn.Linear(3, 3), policy("bf16"), "cpuu"),
