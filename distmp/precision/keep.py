@@ -47,8 +47,9 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
 
     A pattern is one of the words `norm`, `softmax`, `router`, `head`, `loss`, or a glob for dotted
     names (`blocks.*.norm`, where `*` also matches dots) or classes (`LayerNorm`) of modules.
-    A container that is never called (`ModuleList`) is replaced by its entries. A module that shares
-    a parameter with a kept one is kept, too: the parameter exists once, in FP32.
+    A container that is never called (`ModuleList`) is replaced by its entries. The projection of a
+    `torch.nn.MultiheadAttention` is never called either, and is replaced by the attention. A module
+    that shares a parameter with a kept one is kept, too: the parameter exists once, in FP32.
 
     Args:
         module: The root module; it cannot be kept itself.
@@ -61,6 +62,12 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     kept: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = matching_modules(module, pattern, "precision.policy.keep_fp32")
+        for name in [*matching]:
+            # An attention uses the weights of its output projection without calling it.
+            parent = name.rpartition(".")[0]
+            if name and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
+                del matching[name]
+                matching[parent] = module.get_submodule(parent)
         problem = "keeps the whole model; use the policy fp32"
         require("" not in matching, "precision.policy.keep_fp32", pattern, problem)
         for name, part in matching.items():

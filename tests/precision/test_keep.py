@@ -158,6 +158,24 @@ def test_modules_sharing_parameters_with_kept_one_are_kept() -> None:
     assert weight.grad.dtype == FP32
 
 
+@pytest.mark.parametrize("name", ["bf16", "bf16-autocast"])
+def test_attention_whose_projection_is_kept_is_kept(name: str) -> None:
+    """It uses the weights of the projection without calling it."""
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False
+    )
+    own = policy(f"{name},keep_fp32=layers.1.*.out_proj")
+    assert list(kept_modules(model, own.keep_fp32)) == ["layers.1.self_attn"]
+    prepare(model, own, "cpu")
+    inside = Dtypes(model)
+    with inside, autocast_context(own, CPU):
+        model(torch.ones(1, 2, 8))
+    assert inside.found["layers.0.self_attn", "aten.addmm"] == {BF16}
+    assert inside.found["layers.1.self_attn", "aten.addmm"] == {FP32}
+    with pytest.raises(ConfigError, match="'out_proj': keeps the whole model"):
+        kept_modules(nn.MultiheadAttention(8, 2), ["out_proj"])
+
+
 def test_kept_module_sharing_with_root_is_refused() -> None:
     model = Model()
     model.register_parameter("table", model.lm_head.weight)
