@@ -26,6 +26,7 @@ from distmp.precision.keep import (
     cast_buffers,
     keep_in_fp32,
     kept_modules,
+    modules_in_fp32,
     run_in_fp32,
     storage_dtypes,
 )
@@ -469,6 +470,17 @@ def test_buffers_have_dtype_of_policy(
         model.train(training)
         with autocast_context(policy(text), CPU):
             model(torch.randn(5, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("bf16", ["0", "1"]), ("bf16-autocast", []), ("bf16,buffer=bf16", [])]
+)
+def test_layers_with_statistics_are_kept_among_16_bit_parameters(
+    text: str, expected: list[str]
+) -> None:
+    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    model = nn.Sequential(nn.BatchNorm1d(4), orthogonal, nn.Linear(4, 4))
+    assert [*modules_in_fp32(model, policy(text))] == expected
 
 
 def test_16_bit_buffers_of_kept_modules_become_fp32() -> None:
