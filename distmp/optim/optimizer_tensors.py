@@ -198,6 +198,8 @@ class OptimizerTensors:
             for group, fused in zip(optimizer.param_groups, self._fused, strict=True):
                 if "fused" in group:
                     group["fused"] = fused
+                if fused:
+                    _match_memory_formats(group["params"], optimizer)
             self._groups = optimizer.param_groups
 
     def _tensor_ids(self) -> list[int]:
@@ -222,6 +224,16 @@ class OptimizerTensors:
                 "engine.optimizer.step() was called outside of engine.step(), which steps the "
                 "optimizer with the gradients of all ranks; remove the call"
             )
+
+
+def _match_memory_formats(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Store loaded state in the memory format of its parameter, which fused kernels assume."""
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            is_full = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_full and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:

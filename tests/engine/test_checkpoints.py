@@ -122,6 +122,38 @@ def test_optimizer_state_of_another_loop_continues(policy: str) -> None:
     torch.testing.assert_close(engine.module.weight, model.weight, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("to_channels_last", [True, False])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_optimizer_state_in_another_memory_format_continues(
+    optimizer_class: type[torch.optim.Optimizer], to_channels_last: bool
+) -> None:
+    formats = [torch.contiguous_format, torch.channels_last]
+    before, after = formats if to_channels_last else reversed(formats)
+    options = {"lr": 0.01} | ({"momentum": 0.9} if optimizer_class is torch.optim.SGD else {})
+    model = nn.Conv2d(3, 4, 2).to(memory_format=before)  # type: ignore[call-overload]
+    optimizer = optimizer_class(model.parameters(), **options)
+    images = torch.randn(6, 3, 5, 5)
+
+    def step_of_torch() -> None:
+        optimizer.zero_grad()
+        model(images).square().sum().div(6).backward()
+        optimizer.step()
+
+    step_of_torch()
+    engine = Engine(
+        copy.deepcopy(model).to(memory_format=after),
+        lambda module, batch: (module(batch).square().sum(), len(batch)),
+        lambda named: optimizer_class(named, **options, fused=True),
+        policy="fp32",
+        device="cpu",
+    )
+    engine.optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        step_of_torch()
+        engine.step([images])
+    torch.testing.assert_close(engine.module.weight, model.weight, rtol=0, atol=1e-5)
+
+
 def _weights_on_one_rank(directory: Path) -> dict[str, Any]:
     engine = make_engine(strategy="single", policy="fp32")
     numbers = engine.load(directory)
