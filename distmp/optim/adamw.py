@@ -76,6 +76,13 @@ class AdamW(torch.optim.AdamW):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A state of torch's AdamW has the strides of its weight; `new_state` is contiguous.
+        for values in self.state.values():
+            for key in values.keys() & {"exp_avg", "exp_avg_sq"}:
+                values[key] = values[key].contiguous()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors, as in torch.
 

@@ -212,6 +212,36 @@ def test_torch_state_can_be_loaded() -> None:
         torch.testing.assert_close(tensor, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+def test_torch_state_of_another_memory_format_can_be_loaded(layout: str) -> None:
+    start, dims = torch.randn(6, 4), (1, 0)
+    if layout == "channels_last":
+        start, dims = torch.randn(4, 3, 5, 6), (0, 2, 3, 1)
+    inverse = [dims.index(dim) for dim in range(len(dims))]
+    options: dict[str, Any] = {"lr": RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPS}
+    weight = start.permute(dims).contiguous().permute(inverse).requires_grad_()
+    exact = start.double().requires_grad_()
+    theirs = torch.optim.AdamW([weight], **options)
+    reference = torch.optim.AdamW([exact], **options)
+
+    def step(optimizer: torch.optim.Optimizer, tensor: Tensor) -> None:
+        optimizer.zero_grad()
+        (tensor**3).sum().backward()
+        optimizer.step()
+
+    step(theirs, weight)
+    ours = build([weight])
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert not weight.is_contiguous()
+    step(reference, exact)
+    for _ in range(3):
+        step(ours, weight)
+        step(reference, exact)
+    torch.testing.assert_close(weight.double(), exact, rtol=1e-5, atol=1e-6)
+    moment = reference.state[exact]["exp_avg"]
+    torch.testing.assert_close(ours.state[weight]["exp_avg"].double(), moment, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float16])
 def test_dtypes_that_cannot_hold_the_moments_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=f"is {'complex' if dtype.is_complex else 'float16'}"):
