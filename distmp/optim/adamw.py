@@ -252,6 +252,16 @@ def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
         torch.where(skip, old, new, out=old)
 
 
+def match_memory_formats(parameters: Iterable[Tensor], states: Mapping[Tensor, Any]) -> None:
+    """Store loaded state in the memory format of its parameter, which fused kernels assume."""
+    for parameter in parameters:
+        state = states.get(parameter, {})
+        for key, value in state.items():
+            is_full = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_full and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def _ranges(values: Tensor) -> Iterator[slice]:
     """Yield the ranges of elements that are computed at a time."""
     most = _RANGE.get(values.device.type, _RANGE_ON_DEVICE)

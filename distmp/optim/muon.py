@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest, require
-from distmp.optim.adamw import store
+from distmp.optim.adamw import match_memory_formats, store
 from distmp.optim.owners import Owners, ShardedMatrix
 from distmp.scaling.norms import chunk_norms
 from distmp.scaling.step_decision import PRESCALE
@@ -132,6 +132,11 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            match_memory_formats(group["params"], self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors with their names; Muon updates the hidden matrices, AdamW the rest.

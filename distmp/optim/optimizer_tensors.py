@@ -16,7 +16,7 @@ from torch.optim import optimizer as of_all_optimizers
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, TrainingError, listed, require
-from distmp.optim.adamw import AdamW
+from distmp.optim.adamw import AdamW, match_memory_formats
 from distmp.optim.factories import NamedParameters, OptimizerFactory
 from distmp.optim.learning_rates import check_kind
 from distmp.optim.muon import Muon
@@ -199,7 +199,7 @@ class OptimizerTensors:
                 if "fused" in group:
                     group["fused"] = fused
                 if fused:
-                    _match_memory_formats(group["params"], optimizer)
+                    match_memory_formats(group["params"], optimizer.state)
             self._groups = optimizer.param_groups
 
     def _tensor_ids(self) -> list[int]:
@@ -224,16 +224,6 @@ class OptimizerTensors:
                 "engine.optimizer.step() was called outside of engine.step(), which steps the "
                 "optimizer with the gradients of all ranks; remove the call"
             )
-
-
-def _match_memory_formats(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Store loaded state in the memory format of its parameter, which fused kernels assume."""
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            is_full = isinstance(value, Tensor) and value.shape == parameter.shape
-            if is_full and value.stride() != parameter.stride():
-                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:

@@ -320,3 +320,24 @@ def test_torch_state_round_trips() -> None:
         optimizer.step()
         other.step()
     assert all(torch.equal(one, two) for (_, one), (_, two) in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_of_another_memory_format_can_be_loaded(fused: bool) -> None:
+    start = torch.randn(4, 3, 5, 6)
+    first = start.clone().requires_grad_()
+    second = start.to(memory_format=torch.channels_last).requires_grad_()
+    optimizer, other = (Muon([("conv", one)], lr=0.02, fused=fused) for one in (first, second))
+
+    def step(optimizer: Muon, tensor: Tensor) -> None:
+        optimizer.zero_grad()
+        (tensor**3).sum().backward()
+        optimizer.step()
+
+    step(optimizer, first)
+    second.data.copy_(first.data)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        step(optimizer, first)
+        step(other, second)
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
