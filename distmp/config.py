@@ -29,7 +29,14 @@ from distmp.parallel.settings import (
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
-from distmp.utils.annotations import HARMLESS, IGNORED, Section, consequential, dangerous
+from distmp.utils.annotations import (
+    HARMLESS,
+    IGNORED,
+    Section,
+    check_types,
+    consequential,
+    dangerous,
+)
 from distmp.utils.imports import Entry, load_function, parse_entries
 from distmp.utils.settings import flat
 from distmp.utils.settings.command_line import command_line
@@ -89,7 +96,7 @@ Config = TypeVar("Config", bound="RunConfig")
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Section, section="batch"):
     """The size of a step, in samples."""
 
     global_batch_size: int = field(
@@ -104,6 +111,7 @@ class BatchConfig:
     """Samples per forward and backward on one rank."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
 
 
@@ -178,6 +186,7 @@ class ValidationConfig(Section, section="validation"):
     the page on metrics."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._require(self.every >= 0, "every", "use 0 or more steps")
         hint, final = "use 1 or more samples", self.final_samples
         self._require(self.samples >= 1, "samples", hint)
@@ -213,6 +222,7 @@ class EarlyStoppingConfig(Section, section="early_stopping"):
     metric `accuracy`; others need min or max."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._require(self.patience >= 0, "patience", "use 0 or more validations")
         self._require(0 <= self.min_delta < math.inf, "min_delta", "use a number of 0 or more")
 
@@ -367,6 +377,7 @@ class RunConfig(Section):
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._check_run()
         self._check_time()
         self._check_strategy()

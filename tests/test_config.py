@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distmp.config import BatchConfig, RunConfig, load
+from distmp.config import BatchConfig, EarlyStoppingConfig, RunConfig, ValidationConfig, load
+from distmp.engine.settings import RankConsistencyConfig
 from distmp.errors import ConfigError
 from distmp.utils.settings import from_mapping, setting_annotations
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
@@ -161,6 +162,22 @@ def test_configuration_can_be_pickled() -> None:
 def test_indivisible_batch_error_names_divisible_sizes() -> None:
     with pytest.raises(ConfigError, match="nearest: 32 or 48"):
         BatchConfig(global_batch_size=40, microbatch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        (ValidationConfig, "validation.samples"),
+        (EarlyStoppingConfig, "early_stopping.min_delta"),
+        (BatchConfig, "batch.microbatch_size"),
+        (RankConsistencyConfig, "rank_consistency.every"),
+        (RunConfig, "steps"),
+        (RunConfig, "schedule"),
+    ],
+)
+def test_none_for_a_setting_without_null_is_one_message(section: type[object], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} = None: must be an? \w+; leave it out"):
+        section(**{name.rpartition(".")[2]: None})
 
 
 def test_phases_are_read_from_bracketed_list() -> None:

@@ -62,6 +62,7 @@ class RankConsistencyConfig(Section, section="rank_consistency"):
     and loss scale; 0 disables them."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._require(self.every >= 0, "every", "use 0 or more steps")
 
 
