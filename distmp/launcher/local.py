@@ -240,7 +240,7 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
         log(f"rank {rank} ended because another rank was lost; see the output of that rank")
         return code
     if code > 0:
-        first = ", or those of rank 0" if rank else ""
+        first = ", or those of rank 0 on the first machine" if rank else ""
         log(f"rank {rank} failed with exit code {code}; see its messages above{first}")
         return code
     if -code in stopping.STOP_SIGNALS:

@@ -492,6 +492,7 @@ class Failure:
     [
         pytest.param([(1, 7), (-9, 7)], "rank 1 was killed by SIGKILL", id="the peer of a crash"),
         pytest.param([(3, 7), (1, 8)], "rank 1 failed with exit code 1", id="a lost peer"),
+        pytest.param([(3, 7), (2, 7)], "or those of rank 0 on the first machine", id="set-up"),
         pytest.param([(3, 7)], "rank 0 ended because another rank was lost", id="another machine"),
         pytest.param([(143, 7), (143, 7)], "rank 0 was stopped by SIGTERM", id="orderly stop"),
         pytest.param([(255, 7)], "rank 0 failed with exit code 255", id="no such signal"),

@@ -241,6 +241,7 @@ def test_hosts_with_different_files_are_refused(hosts: TwoHosts, tmp_path: Path)
     together = first_output + second_output
     assert [first_code, second_code] == [2, 2], together
     (message,) = re.findall(r"preflight: (.*)", together)
+    assert "see its messages above, or those of rank 0 on the first machine" in second_output
     assert re.search(
         r"files of the code differ: losses\.py differs: \d+ bytes \w+ on rank 0 \(one\), \d+ bytes "
         r"\w+ on rank 1 \(two\)",
