@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import threading
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -347,15 +346,27 @@ def test_unresponsive_rank_is_reported_once(
 def test_reporting_rank_waits_for_recorders_of_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    has_looked = threading.Event()
+
     def pending() -> dict[str, list[tuple[int, str]]]:
         if threading.current_thread() is watchdogs[1]._thread:
-            time.sleep(0.2)  # several heartbeats after its answer
+            has_looked.wait(60)  # the reporting rank has to look again
             return {WORLD: [(7, "all_reduce")]}
         return {}
+
+    def look(key: str) -> object:
+        entry = read(key)
+        if key == "pending/1":
+            has_looked.set()
+        return entry
 
     monkeypatch.setattr(flight_recorder, "pending", pending)
     store = HashStore()
     watchdogs = [alone(rank, 2, store) for rank in (0, 1)]
+    read = watchdogs[0]._read
+    monkeypatch.setattr(watchdogs[0], "_read", look)
+    # It waits for a number of intervals, which have to be long on a busy machine.
+    watchdogs[0]._interval = 15
     endings: list[Ending] = []
     for watchdog in watchdogs:
         monkeypatch.setattr(watchdog, "_exit", endings.append)
