@@ -180,13 +180,6 @@ def test_none_for_a_setting_without_null_is_one_message(section: type[object], n
         section(**{name.rpartition(".")[2]: None})
 
 
-def test_callbacks_can_be_names_and_mappings_in_python() -> None:
-    callbacks = ("module:one", {"name": "module:other"})
-    assert RunConfig(callbacks=callbacks).callbacks == callbacks
-    with pytest.raises(ConfigError, match=r"^callbacks = \(3,\): must be a list"):
-        RunConfig(callbacks=(3,))  # type: ignore[arg-type]
-
-
 def test_phases_are_read_from_bracketed_list() -> None:
     phases = "[{until_tokens: 2, policy: bf16}]"
     (phase,) = load(["--precision.policy=fp8", "--precision.phases", phases]).precision.phases

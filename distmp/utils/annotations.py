@@ -63,8 +63,7 @@ def _has_type(annotation: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, cast("type[Any]", annotation))
     if get_origin(annotation) is tuple and accepts(annotation, value):
-        members = members_of(get_args(annotation)[0])
-        return all(any(_has_type(member, item) for member in members) for item in value)
+        return all(_has_type(get_args(annotation)[0], item) for item in value)
     return accepts(annotation, value.item() if isinstance(value, np.generic) else value)
 
 
