@@ -377,7 +377,6 @@ class RunConfig(Section):
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
     def __post_init__(self) -> None:
-        check_types(self)
         self._check_run()
         self._check_time()
         self._check_strategy()

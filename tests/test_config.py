@@ -171,8 +171,6 @@ def test_indivisible_batch_error_names_divisible_sizes() -> None:
         (EarlyStoppingConfig, "early_stopping.min_delta"),
         (BatchConfig, "batch.microbatch_size"),
         (RankConsistencyConfig, "rank_consistency.every"),
-        (RunConfig, "steps"),
-        (RunConfig, "schedule"),
     ],
 )
 def test_none_for_a_setting_without_null_is_one_message(section: type[object], name: str) -> None:

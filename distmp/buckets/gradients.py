@@ -286,7 +286,7 @@ class Fp32GradBuckets:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's shard of every bucket: FP32, contiguous, shape (size / ranks,)."""
+        """This rank's shard of every bucket, with `shard` or `reproducible`: FP32, contiguous."""
         return [
             buffer[layout.shard(self.rank, self.world_size)]
             for layout, buffer in zip(self.layouts, self.buffers, strict=True)

@@ -191,7 +191,8 @@ class Reduction(ABC):
         """Start to sum a bucket.
 
         Args:
-            bucket: FP32, shape (n,), where n is a multiple of the number of ranks.
+            bucket: FP32, shape (n,), where n is a multiple of the number of ranks, except for
+                a plain `AllReduce`.
         """
 
     @abstractmethod

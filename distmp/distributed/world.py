@@ -194,6 +194,7 @@ def init(device: torch.device | str | None = None, seed: int | None = None) -> W
     if _choice and (not _choice["joined"] or dist.is_initialized()):
         world = world_of_process()
         _check_repeated(asked, world)
+        _choice["joined"] |= world.group is not None
         return world
     if seed is not None:
         check_seed(seed)

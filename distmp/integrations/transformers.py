@@ -330,7 +330,8 @@ def _count(batch: Any, *, shifted: bool, pixel: int = _IGNORED_LABEL) -> tuple[T
             if isinstance(labels, Tensor) and shifted:
                 labels = labels[..., 1:]
         if isinstance(labels, Tensor):
-            if labels.is_floating_point():  # the losses of numbers ignore none of them
+            # Targets of regression and of several classes; spectrograms are padded with -100.
+            if labels.is_floating_point() and labels.dim() < 3:
                 return labels.numel(), True
             ignored = pixel if labels.dim() == 3 else _IGNORED_LABEL
             return labels.ne(ignored).sum(), True

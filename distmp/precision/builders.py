@@ -227,7 +227,8 @@ def convert_parameters(
     """Convert parameters to the dtypes of a policy, and log which ones become FP32 weights.
 
     A 16-bit parameter that is frozen stays so under a policy with FP32 parameters, and the backward
-    that computes its gradient later, after it was unfrozen, raises a `ConfigError`.
+    that computes its gradient later, after it was unfrozen, raises a `ConfigError`, unless it was
+    copied or sharded in between.
 
     Args:
         module: The root module; changed in place.
@@ -243,7 +244,11 @@ def convert_parameters(
     for name, parameter in module.named_parameters():
         if parameter.dtype != dtypes[name]:
             converted.append((name, parameter))
-        elif parameter.dtype in SIXTEEN_BIT and not policy.casts_parameters:  # it is frozen
+        elif (  # it is frozen
+            parameter.dtype in SIXTEEN_BIT
+            and not policy.casts_parameters
+            and not parameter.is_inference()
+        ):
             parameter.requires_grad_(True)  # otherwise torch refuses hooks
             parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
             parameter.requires_grad_(False)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from distmp.errors import ConfigError, TrainingError, did_you_mean, require
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
@@ -62,12 +63,11 @@ def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     kept: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = matching_modules(module, pattern, "precision.policy.keep_fp32")
-        for name in [*matching]:
-            # An attention uses the weights of its output projection without calling it.
-            parent = name.rpartition(".")[0]
-            if name and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
-                del matching[name]
+        for name, part in [*matching.items()]:
+            if isinstance(part, NonDynamicallyQuantizableLinear):  # its attention does not call it
+                parent = name.rpartition(".")[0]
                 matching[parent] = module.get_submodule(parent)
+                del matching[name]
         problem = "keeps the whole model; use the policy fp32"
         require("" not in matching, "precision.policy.keep_fp32", pattern, problem)
         for name, part in matching.items():
@@ -207,28 +207,42 @@ def run_in_fp32(
     """Make `module` compute in FP32: cast its inputs to FP32 and disable autocast inside.
 
     Works with `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2. What the
-    module writes to its arguments in place reaches the caller, except in compiled code.
+    module writes to its arguments in place reaches the caller, except in compiled code, through
+    `.data`, and if two of them share memory. Under FSDP2, torch refuses such writes.
 
     Args:
         module: A module that holds FP32 parameters when it is called.
         device_type: Device type of the module: "cuda", "cpu".
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
-    module.register_forward_pre_hook(_Fp32Inputs(torch.float32), with_kwargs=True)
-    forward = forward_function(module)
+    forward, to_fp32 = forward_function(module), floating_point_cast(torch.float32)
 
     def in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        copies = vars(self).pop("_fp32_copies", ())
+        copies: list[tuple[Tensor, Tensor, int]] = []
+
+        def cast(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():  # compiled code has no versions to compare
+                return to_fp32(tensor)
+            # A tensor that is created in inference mode has no version.
+            inference = torch.is_inference_mode_enabled()
+            with torch.inference_mode(False) if inference else contextlib.nullcontext():
+                copy = to_fp32(tensor)
+            if copy is not tensor:
+                copies.append((tensor, copy, copy._version))
+            return copy
+
         with torch.autocast(device_type, enabled=False):
-            output = forward(self, *args, **kwargs)
+            output = forward(self, *map_tensors(cast, args), **map_tensors(cast, kwargs))
         for tensor, copy, version in copies:
-            if copy._version != version:
-                tensor.copy_(copy)
+            if copy._version != version and copy.shape == tensor.shape:
+                # A leaf can be written to only without its gradient, as the module has done.
+                (tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor).copy_(copy)
         return output
 
     # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
     # autocast would stay disabled after an exception.
     module.forward = MethodType(in_fp32, module)
+    vars(module)["_not_pickled"] = CastHook(torch.float32)  # a pickle would have lost the forward
     if output_dtype is not None:
         cast_outputs(module, output_dtype)
 
@@ -278,27 +292,6 @@ class CastHook:
 class _InputCast(CastHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
-
-
-class _Fp32Inputs(_InputCast):
-    """Casts inputs, and tells the forward of `run_in_fp32` which ones it gets as copies."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # compiled code has no versions to compare
-            return super().__call__(module, args, kwargs)
-        copies: list[tuple[Tensor, Tensor, int]] = []
-        vars(module)["_fp32_copies"] = copies
-
-        def cast(tensor: Tensor) -> Tensor:
-            copy = self._cast(tensor)
-            if copy is not tensor:
-                copies.append((tensor, copy, copy._version))
-            return copy
-
-        # A tensor that is created in inference mode has no version.
-        inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False) if inference else contextlib.nullcontext():
-            return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 class _OutputCast(CastHook):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from distmp.errors import require
@@ -103,7 +104,7 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
     spans: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
     for is_parameter, tensors in ((True, module.named_parameters()), (False, others)):
         for name, tensor in tensors:
-            if tensor.layout == torch.strided and tensor.numel():
+            if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
                 of_storage = spans[tensor.untyped_storage()._cdata]
                 of_storage.append((*_byte_range(tensor), name, is_parameter))
     for of_storage in spans.values():

@@ -492,6 +492,14 @@ def test_numbers_equal_to_the_ignored_label_count(tmp_path: Path) -> None:
     assert largest_error(gradients, gradient) < 1e-5
 
 
+def test_padding_of_spectrograms_does_not_count() -> None:
+    from distmp.integrations.transformers import _count
+
+    labels = torch.randn(2, 6, 3)
+    labels[1, 3:] = -100.0
+    assert int(_count({"labels": labels}, shifted=False)[0]) == 6 * 3 + 3 * 3
+
+
 def test_pixels_without_class_do_not_count(tmp_path: Path) -> None:
     """Segformer ignores the label 255, and with one class takes the mean over all pixels."""
     from transformers import SegformerConfig, SegformerForSemanticSegmentation

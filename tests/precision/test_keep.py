@@ -175,6 +175,9 @@ def test_attention_whose_projection_is_kept_is_kept(name: str) -> None:
     assert inside.found["layers.1.self_attn", "aten.addmm"] == {FP32}
     with pytest.raises(ConfigError, match="'out_proj': keeps the whole model"):
         kept_modules(nn.MultiheadAttention(8, 2), ["out_proj"])
+    attention = nn.MultiheadAttention(8, 2)
+    attention.query_norm = nn.LayerNorm(8)  # of a subclass, which calls it
+    assert list(kept_modules(nn.Sequential(attention), ["norm"])) == ["0.query_norm"]
 
 
 def test_kept_module_sharing_with_root_is_refused() -> None:
@@ -395,6 +398,40 @@ def test_used_output_of_kept_in_place_module_is_right() -> None:
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
+class Leaf(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.mul_(2)
+        return x * y.unsqueeze_(0)
+
+
+def test_kept_module_may_write_to_a_leaf_and_view_its_arguments() -> None:
+    module, plain = Leaf(), Leaf()
+    found = []
+    run_in_fp32(module, "cpu")
+    for part in (module, plain):
+        x, y = torch.full((4,), 3.0, dtype=BF16, requires_grad=True), torch.ones(4, dtype=BF16)
+        output = part(x, y)
+        output.float().sum().backward()
+        assert x.grad is not None
+        found.append([*output.flatten().tolist(), *x.tolist(), *x.grad.tolist()])
+    assert found[0] == found[1]
+
+
+def test_kept_module_without_prepared_root_is_not_pickled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    keep_in_fp32(model, policy("bf16-autocast,keep_fp32=norm"), "cpu")
+    with pytest.raises(TrainingError, match="cannot be pickled"):
+        torch.save(model, io.BytesIO())
+    assert type(copy.deepcopy(model)[1]) is nn.LayerNorm
+
+
+@pytest.mark.parametrize("model", [nn.LazyLinear(4), nn.LSTM(4, 4, 2)])
+def test_lazy_and_flattened_weights_are_converted(model: nn.Module) -> None:
+    prepare(model, policy("bf16"), "cpu")
+    assert {each.dtype for each in model.parameters()} == {BF16}
+
+
 def test_arguments_that_kept_module_only_reads_are_not_written() -> None:
     linear, x = kept_linear(), torch.randn(4, dtype=BF16).expand(3, 4)
     version = x._version
@@ -552,14 +589,17 @@ def fsdp1(model: nn.Module, kept: dict[str, nn.Module], own: PrecisionPolicy) ->
 def observed_loss(text: str, shard: Shard) -> float:
     """Run a forward and backward; check the types inside a kept and another module."""
     own, model, seen = policy(text), make_model(), {}
+    for name in ("blocks.0.norm", "blocks.0.linear"):
+        part = model.get_submodule(name)
+
+        def noted(x: Tensor, name: str = name, part: nn.Module = part) -> Tensor:
+            seen[name] = next(part.parameters()).dtype, x.dtype
+            output: Tensor = type(part).forward(part, x)
+            return output
+
+        vars(part)["forward"] = noted
     kept = keep_in_fp32(model, own, "cpu")
     cast_inputs_and_outputs(model, own)
-    for name in ("blocks.0.norm", "blocks.0.linear"):
-
-        def note(part: nn.Module, args: tuple[Tensor], name: str = name) -> None:
-            seen[name] = next(part.parameters()).dtype, args[0].dtype
-
-        model.get_submodule(name).register_forward_pre_hook(note)
     module = shard(model, kept, own)
     with autocast_context(own, CPU):
         total, _ = loss(module, samples(0, 8))

@@ -89,7 +89,7 @@ class TimeLimit(Callback):
 
 
 # Attributes of `EarlyStopping` that a checkpoint stores.
-_STATE = ("compared", "best", "best_step", "last_step", "without_improvement")
+_STATE = ("settings", "best", "best_step", "last_step", "without_improvement")
 
 
 class EarlyStopping(Callback):
@@ -112,7 +112,7 @@ class EarlyStopping(Callback):
         self._samples = samples = min(config.validation.samples, most)
         self._final_counts = samples == min(config.validation.final_samples or most, most)
         # Values of another metric, direction or held-out data cannot be compared.
-        self._compared = {
+        self._settings = {
             "early_stopping.metric": self._config.metric,
             "early_stopping.mode": "max" if self._config.maximizes else "min",
             "validation.samples": samples,
@@ -132,10 +132,10 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting where the checkpoint was saved, and keep its best checkpoint."""
-        before = state.get("compared", {})
+        before = state.get("settings", {})
         changed = [
             f"{name} {before.get(name)} -> {value}"
-            for name, value in self._compared.items()
+            for name, value in self._settings.items()
             if before.get(name) != value
         ]
         if not changed:
