@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import shutil
 import signal
@@ -78,18 +77,19 @@ class Disturbed:
         self._state = (0, 0)
         self._done: set[int] = set()
 
-    def until_finished(self, no_events_after: float) -> None:
-        """Disturb the run until it has finished.
+    def until_finished(self, until: float, least: int) -> None:
+        """Wait until the run has finished, and disturb it.
 
         Args:
-            no_events_after: Time on the monotonic clock.
+            until: When to stop disturbing it, on the monotonic clock.
+            least: Number of events that have to happen before.
         """
         while len(self._done) < self._run.count:
             now = time.monotonic()
             self._undo(now)
             self._start_again(now)
             calm = self._pending or self._run.step() > STEPS - LAST_STEPS
-            if self._next_event < now < no_events_after and not calm:
+            if self._next_event < now and (now < until or self.count < least) and not calm:
                 self._disturb(now)
             self._check_progress(now)
             time.sleep(POLL_SECONDS)
@@ -165,21 +165,21 @@ def soak(directory: Path, options: argparse.Namespace, seed: int) -> tuple[int, 
     Returns:
         The number of runs, and the number of events.
     """
-    until = time.monotonic() + options.seconds
     chance = random.Random(seed)
     events = {name: weight for name, weight in EVENTS.items() if name.startswith(options.only)}
     if "delay" in events and not has_netem():
         del events["delay"]
         say("this kernel has no netem: packets are not delayed")
     expected = undisturbed(directory / "undisturbed", options.hosts, SETTINGS)
+    until = time.monotonic() + options.seconds
     runs = happened = 0
     while happened < options.events or time.monotonic() < until - 30:
         runs += 1
         say(f"run {runs} on {options.hosts} hosts")
         with cluster(options.hosts, directory / f"run {runs}", OPTIONS, SETTINGS) as run:
             run.start()
-            no_events_after = until if happened >= options.events else math.inf
-            happened += disturbed(run, chance, events, no_events_after, expected)
+            least = options.events - happened
+            happened += disturbed(run, chance, events, until, least, expected)
         shutil.rmtree(directory / f"run {runs}")
     return runs, happened
 
@@ -188,13 +188,14 @@ def disturbed(
     run: Cluster,
     chance: random.Random,
     events: dict[str, int],
-    no_events_after: float,
+    until: float,
+    least: int,
     expected: dict[str, torch.Tensor],
 ) -> int:
     """Disturb a run until it has finished, and check it; return the number of events."""
     disturbed = Disturbed(run, chance, events)
     try:
-        disturbed.until_finished(no_events_after)
+        disturbed.until_finished(until, least)
         check_result(run, expected, STEPS)
     except AssertionError:
         say(f"what the hosts printed:\n{run.report()}")
