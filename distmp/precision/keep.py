@@ -201,6 +201,10 @@ def keep_in_fp32(
     return kept
 
 
+# Attribute of modules whose inputs are cast to FP32. Without it they compute in any dtype.
+FP32_INPUTS = "_fp32_inputs"
+
+
 def run_in_fp32(
     module: nn.Module, device_type: str, output_dtype: torch.dtype | None = None
 ) -> None:
@@ -232,7 +236,9 @@ def run_in_fp32(
             return copy
 
         with torch.autocast(device_type, enabled=False):
-            output = forward(self, *map_tensors(cast, args), **map_tensors(cast, kwargs))
+            if hasattr(self, FP32_INPUTS):
+                args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+            output = forward(self, *args, **kwargs)
         for tensor, copy, version in copies:
             if copy._version != version and copy.shape == tensor.shape:
                 # A leaf can be written to only without its gradient, as the module has done.
@@ -242,7 +248,7 @@ def run_in_fp32(
     # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
     # autocast would stay disabled after an exception.
     module.forward = MethodType(in_fp32, module)
-    vars(module)["_not_pickled"] = CastHook(torch.float32)  # a pickle would have lost the forward
+    vars(module)[FP32_INPUTS] = CastHook(torch.float32)  # a pickle would have lost the forward
     if output_dtype is not None:
         cast_outputs(module, output_dtype)
 

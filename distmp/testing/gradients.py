@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 
-from distmp.precision.keep import CastHook
+from distmp.precision.keep import FP32_INPUTS, CastHook
 from distmp.utils.dtypes import is_dtensor
 from distmp.utils.tensor_trees import parameter_name
 
@@ -157,6 +157,8 @@ def plain_model(
         for name, part in model.named_modules():
             mode = training.get(parameter_name(name), part.training)
             vars(part).update(training=mode, _compiled_call_impl=None)
+            if not casts:
+                vars(part).pop(FP32_INPUTS, None)
             for key in () if casts else ("_forward_pre_hooks", "_forward_hooks"):
                 items = vars(part)[key].items()
                 vars(part)[key] = OrderedDict(i for i in items if not isinstance(i[1], CastHook))

@@ -255,7 +255,8 @@ def test_kept_modules_are_gathered_and_computed_in_fp32() -> None:
         assert seen.pop("first") == seen.pop("blocks.0.linear") == {BF16}
         assert seen.pop("blocks.1.linear") == {BF16}
         assert {name.rpartition(".")[2] for name in seen} == {"norm", "head"}
-        assert all(dtypes == {FP32} for dtypes in seen.values())
+        # Inputs are cast in their forward: torch refuses 16-bit inputs with these weights.
+        assert all(dtypes == {BF16, FP32} for dtypes in seen.values())
         ends.append(weights(engine))
     for end in ends[1:]:
         assert error(end, ends[0]) < 1e-3
