@@ -29,14 +29,7 @@ from distmp.parallel.settings import (
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
-from distmp.utils.annotations import (
-    HARMLESS,
-    IGNORED,
-    Section,
-    check_types,
-    consequential,
-    dangerous,
-)
+from distmp.utils.annotations import HARMLESS, IGNORED, Section, consequential, dangerous
 from distmp.utils.imports import Entry, load_function, parse_entries
 from distmp.utils.settings import flat
 from distmp.utils.settings.command_line import command_line
@@ -110,13 +103,12 @@ class BatchConfig(Section, section="batch"):
     )
     """Samples per forward and backward on one rank."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Section, section="precision"):
     """Precision policy, loss scale, and handling of overflows."""
 
     # A run that resumes compares the resolved policy.
@@ -146,7 +138,7 @@ class PrecisionConfig:
     """Policies in place of `precision.policy` until numbers of tokens, such as '{until_tokens: 1e9,
     policy: bf16}', in this order. They differ only in forward, grad and wgrad."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         parse_phases(self.phases)
 
     def check_names(self) -> PrecisionPolicy | None:
@@ -185,8 +177,7 @@ class ValidationConfig(Section, section="validation"):
     the import path of a function `metric(outputs, batch)` that returns a sum and its weight; see
     the page on metrics."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(self.every >= 0, "every", "use 0 or more steps")
         hint, final = "use 1 or more samples", self.final_samples
         self._require(self.samples >= 1, "samples", hint)
@@ -221,8 +212,7 @@ class EarlyStoppingConfig(Section, section="early_stopping"):
     """Whether a smaller or a larger value is better. auto: min for loss and perplexity, max for the
     metric `accuracy`; others need min or max."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(self.patience >= 0, "patience", "use 0 or more validations")
         self._require(0 <= self.min_delta < math.inf, "min_delta", "use a number of 0 or more")
 
@@ -376,7 +366,7 @@ class RunConfig(Section):
     log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # without types, which settings of a subclass may lack
         self._check_run()
         self._check_time()
         self._check_strategy()

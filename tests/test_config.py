@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from distmp.checkpoint.settings import CheckpointConfig
 from distmp.config import BatchConfig, EarlyStoppingConfig, RunConfig, ValidationConfig, load
+from distmp.data.settings import DataConfig
 from distmp.engine.settings import RankConsistencyConfig
 from distmp.errors import ConfigError
+from distmp.optim.settings import OptimizerConfig, ScheduleConfig
+from distmp.telemetry.settings import LogConfig
 from distmp.utils.settings import from_mapping, setting_annotations
 from distmp.utils.settings.yaml_files import read_yaml, write_yaml
 from tests.settings import leaf_names
@@ -171,6 +175,11 @@ def test_indivisible_batch_error_names_divisible_sizes() -> None:
         (EarlyStoppingConfig, "early_stopping.min_delta"),
         (BatchConfig, "batch.microbatch_size"),
         (RankConsistencyConfig, "rank_consistency.every"),
+        (OptimizerConfig, "optim.lr"),
+        (ScheduleConfig, "schedule.final"),
+        (DataConfig, "data.sequence_length"),
+        (CheckpointConfig, "checkpoint.keep"),
+        (LogConfig, "log.every"),
     ],
 )
 def test_none_for_a_setting_without_null_is_one_message(section: type[object], name: str) -> None:

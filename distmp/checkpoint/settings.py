@@ -79,7 +79,7 @@ class CheckpointConfig(Section, section="checkpoint"):
     """Parent directory of the checkpoint directory, which has the name of the run's directory.
     null: in the run's directory."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         problem = "give a number of steps, or 0"
         self._require(self.every >= 0, "every", problem)
         self._require(self.keep >= 1, "keep", "keep at least 1 checkpoint")

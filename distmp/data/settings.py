@@ -59,12 +59,7 @@ class DataConfig(Section, section="data"):
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path."""
 
-    def __post_init__(self) -> None:
-        """Check each value, and combinations of values.
-
-        Raises:
-            ConfigError: If a value is invalid; it names the setting, the value and what to do.
-        """
+    def _check(self) -> None:
         self._check_source()
         self._check_numbers()
         self._check_options()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, require
-from distmp.utils.annotations import Section, check_types
+from distmp.utils.annotations import Section
 
 PHASES = "precision.phases"
 
@@ -38,8 +38,7 @@ class DivergenceConfig(Section, section="divergence"):
     warmup_steps: int = 100
     """Number of steps at the start of training that are never spikes."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(0 < self.threshold < math.inf, "threshold", "use a number above 0")
         self._require(self.warmup_steps >= 1, "warmup_steps", "use 1 or more steps")
 
@@ -61,8 +60,7 @@ class RankConsistencyConfig(Section, section="rank_consistency"):
     """Number of steps between two comparisons of weights, their average (`ema`), optimizer state
     and loss scale; 0 disables them."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(self.every >= 0, "every", "use 0 or more steps")
 
 
@@ -81,8 +79,7 @@ class EmaConfig(Section, section="ema"):
     step, average = decay * average + (1 - decay) * weights. Takes 4 bytes per parameter, sharded
     like the weights."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(0 <= self.decay < 1, "decay", "use a number from 0 to below 1, such as 0.999")
 
 
@@ -105,8 +102,7 @@ class PrecisionPhase(Section, section=PHASES):
     policy: str
     """The policy, which differs from that of the run only in forward, grad and wgrad."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         self._require(self.until_tokens > 0, "until_tokens", "use a number above 0, or .inf")
 
 

@@ -79,12 +79,7 @@ class ModelConfig(Section, section="model"):
     `sequence_length` in place of those of the data, `tied_head` (true, false), `rotary_base` (a
     number), `qk_norm` (true, false) and `norm_epsilon`."""
 
-    def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ConfigError: If a value is invalid; it names the setting, the value and what to do.
-        """
+    def _check(self) -> None:
         if self.is_hugging_face:
             locate(self.name)
         hint = "write 'transformer', 'hf:DIRECTORY' or an import path 'module:callable'"

@@ -69,8 +69,7 @@ class TransformerConfig(Section, section="model.options"):
     norm_epsilon: float = 1e-5
     """Added to the mean square in each norm."""
 
-    def __post_init__(self) -> None:
-        """Check the dimensions."""
+    def _check(self) -> None:
         for name, value in vars(self).items():
             most = _MOST_LAYERS if name == "layers" else _MOST
             counts = name not in ("rotary_base", "norm_epsilon")

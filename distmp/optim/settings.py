@@ -43,7 +43,7 @@ class OptimizerConfig(Section, section="optim"):
     """Further arguments of the optimizer, such as betas or momentum; for muon see
     `distmp.optim.Muon`."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("lr", "weight_decay"):
             valid = 0 <= getattr(self, name) < math.inf
             self._require(valid, name, "use a finite number, 0 or more")
@@ -70,7 +70,7 @@ class ScheduleConfig(Section, section="schedule"):
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the scheduler of an import path."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name in ("warmup_steps", "decay_steps"):
             value = getattr(self, name)
             valid = value is None or value >= 0

@@ -55,8 +55,7 @@ class ShardingConfig(Section, section="sharding"):
     the model's `_no_split_modules` or the list entries that contain them, otherwise the entries of
     its outermost module lists."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         valid = self.shard_size is None or self.shard_size >= 1
         self._require(valid, "shard_size", "use 1 or more ranks")
         self._require(all(self.wrap), "wrap", "a pattern needs at least one character")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from distmp.errors import require
 from distmp.utils import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from distmp.utils.annotations import Section, check_types, consequential
+from distmp.utils.annotations import Section, consequential
 
 # Number of clean steps before growth in runs of a few hundred steps.
 SHORT_RUN_GROWTH_INTERVAL = 400
@@ -47,8 +47,7 @@ class LossScaleConfig(Section, section="precision.loss_scale"):
     max_scale: float = 2.0**24
     """Upper limit of the scale."""
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    def _check(self) -> None:
         for name in ("init", "min_scale", "max_scale"):
             valid = SMALLEST_LOSS_SCALE <= getattr(self, name) <= LARGEST_LOSS_SCALE
             self._require(valid, name, "use a number from 2^-126 to 2^126")

@@ -33,7 +33,7 @@ class LogConfig(Section, section="log"):
     import path 'module:Class' of an accelerate.tracking.GeneralTracker. With arguments:
     '{name: wandb, options: {project: first, mode: offline}}'."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         self._require(self.every >= 1, "every", "use 1 or more; `log.console: off` prints nothing")
         for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
@@ -65,7 +65,7 @@ class ProfileConfig(Section, section="profile"):
     gets a trace (for Perfetto) and a table of operators of each rank, and the exposed communication
     of all ranks; see the page "Profile a run"."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.steps is None:
             return
         first, last = self.window.start, self.window.stop - 1

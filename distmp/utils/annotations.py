@@ -17,7 +17,7 @@ _resolved: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 class Section:
-    """Base class of a section of settings: checks a setting by its name in the section.
+    """Base class of a section of settings: checks their types, and then calls `_check`.
 
     Args:
         section: Dotted name of the section, which begins the names of its settings in messages.
@@ -29,6 +29,13 @@ class Section:
         super().__init_subclass__(**others)
         if section:
             cls._section = f"{section}."
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse invalid values of the right types; see `_require`."""
 
     def _require(self, valid: bool, name: str, problem: str) -> None:
         """Refuse the value of a setting unless it is valid; see `distmp.errors.require`."""
@@ -63,7 +70,8 @@ def _has_type(annotation: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, cast("type[Any]", annotation))
     if get_origin(annotation) is tuple and accepts(annotation, value):
-        return all(_has_type(get_args(annotation)[0], item) for item in value)
+        members = members_of(get_args(annotation)[0])
+        return all(any(_has_type(member, item) for member in members) for item in value)
     return accepts(annotation, value.item() if isinstance(value, np.generic) else value)
 
 
