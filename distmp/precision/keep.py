@@ -17,8 +17,9 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -219,30 +220,17 @@ def run_in_fp32(
         device_type: Device type of the module: "cuda", "cpu".
         output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
-    forward, to_fp32 = forward_function(module), floating_point_cast(torch.float32)
+    forward = forward_function(module)
 
     def in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        copies: list[tuple[Tensor, Tensor, int]] = []
-
-        def cast(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():  # compiled code has no versions to compare
-                return to_fp32(tensor)
-            # A tensor that is created in inference mode has no version.
-            inference = torch.is_inference_mode_enabled()
-            with torch.inference_mode(False) if inference else contextlib.nullcontext():
-                copy = to_fp32(tensor)
-            if copy is not tensor:
-                copies.append((tensor, copy, copy._version))
-            return copy
-
+        copies: list[_Copy] = []
         with torch.autocast(device_type, enabled=False):
             if hasattr(self, FP32_INPUTS):
+                cast = partial(_cast_to_fp32, copies)
                 args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
             output = forward(self, *args, **kwargs)
-        for tensor, copy, version in copies:
-            if copy._version != version and copy.shape == tensor.shape:
-                # A leaf can be written to only without its gradient, as the module has done.
-                (tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor).copy_(copy)
+        for each in copies:
+            each.write_back()
         return output
 
     # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
@@ -251,6 +239,39 @@ def run_in_fp32(
     vars(module)[FP32_INPUTS] = CastHook(torch.float32)  # a pickle would have lost the forward
     if output_dtype is not None:
         cast_outputs(module, output_dtype)
+
+
+class _Copy(NamedTuple):
+    """An argument, the copy of it that a kept module gets, and the version of the copy."""
+
+    argument: Tensor
+    copy: Tensor
+    version: int
+
+    def write_back(self) -> None:
+        """Write the values that the module has written to its copy to the argument."""
+        argument, copy, version = self
+        if copy._version == version or copy.shape != argument.shape:
+            return
+        # A leaf can be written to only without its gradient, as the module has done.
+        is_leaf = argument.is_leaf and argument.requires_grad
+        (argument.detach() if is_leaf else argument).copy_(copy)
+
+
+def _cast_to_fp32(copies: list[_Copy], tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in FP32, and add it to the copies if it is one."""
+    if torch.compiler.is_compiling():  # compiled code has no versions to compare
+        return _to_fp32(tensor)
+    # A tensor that is created in inference mode has no version.
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inference else contextlib.nullcontext():
+        copy = _to_fp32(tensor)
+    if copy is not tensor:
+        copies.append(_Copy(tensor, copy, copy._version))
+    return copy
+
+
+_to_fp32 = floating_point_cast(torch.float32)
 
 
 def forward_function(module: nn.Module) -> Callable[..., Any]:
