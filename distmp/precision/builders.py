@@ -244,14 +244,8 @@ def convert_parameters(
     for name, parameter in module.named_parameters():
         if parameter.dtype != dtypes[name]:
             converted.append((name, parameter))
-        elif (  # it is frozen
-            parameter.dtype in SIXTEEN_BIT
-            and not policy.casts_parameters
-            and not parameter.is_inference()
-        ):
-            parameter.requires_grad_(True)  # otherwise torch refuses hooks
-            parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
-            parameter.requires_grad_(False)
+        elif parameter.dtype in SIXTEEN_BIT and not policy.casts_parameters:
+            _refuse_training(name, parameter)
     if not converted:
         return
     refuse_shared_memory(module, "precision.policy", policy.name)
@@ -262,6 +256,15 @@ def convert_parameters(
         logger.warning(problem, policy.name, count, first, hint)
     for name, parameter in converted:
         parameter.data = parameter.data.to(dtypes[name])
+
+
+def _refuse_training(name: str, parameter: nn.Parameter) -> None:
+    """Refuse the gradient of a frozen 16-bit parameter, in the backward that computes it."""
+    if parameter.is_inference():  # it cannot be trained
+        return
+    parameter.requires_grad_(True)  # otherwise torch refuses hooks
+    parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
+    parameter.requires_grad_(False)
 
 
 def _refuse_16_bit_weight(name: str, parameter: Tensor) -> None:
