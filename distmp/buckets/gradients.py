@@ -231,12 +231,11 @@ class Fp32GradBuckets:
         self.sharded = shard and self.world_size > 1
         if reproducible:
             _check_reproducible(self.world_size, reduce_dtype)
-        unit = CHUNK if reproducible else ALIGNMENT
+        self._reduction = self._build_reduction(device, reduce_dtype, pairwise=reproducible)
         # A plain all-reduce does not divide buckets among the ranks.
-        divides = self.sharded or reproducible or reduce_dtype != torch.float32
-        parts = self.world_size if divides else 1
-        self.layouts = plan_buckets(named_parameters, bucket_bytes, unit * parts)
-        self._reduction = self._build_reduction(reduce_dtype, pairwise=reproducible)
+        is_plain = isinstance(self._reduction, AllReduce) and not self.sharded
+        unit = (CHUNK if reproducible else ALIGNMENT) * (1 if is_plain else self.world_size)
+        self.layouts = plan_buckets(named_parameters, bucket_bytes, unit)
         # The set of buffers that backward writes to, and the set that holds the result. They are
         # the same unless microbatches are summed separately.
         create = partial(
@@ -633,10 +632,12 @@ class Fp32GradBuckets:
         if missing:
             torch._foreach_zero_(missing)
 
-    def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
+    def _build_reduction(
+        self, device: torch.device, comm_dtype: torch.dtype, *, pairwise: bool
+    ) -> Reduction | None:
         if self.group is None:
             return None
-        copies = self.sharded and not has_native_reduce_scatter(self.layouts[0].device)
+        copies = self.sharded and not has_native_reduce_scatter(device)
         if comm_dtype == torch.float32 and not pairwise and not copies:
             return AllReduce(self.group, shard=self.sharded)
         return AllToAllReduce(
@@ -644,7 +645,7 @@ class Fp32GradBuckets:
             shard=self.sharded,
             comm_dtype=comm_dtype,
             pairwise=pairwise,
-            groups=exchange_groups(self.group, self.layouts[0].device),
+            groups=exchange_groups(self.group, device),
         )
 
     def _sync_order(self) -> None:
