@@ -74,6 +74,7 @@ class Disturbed:
         self._next_event = time.monotonic() + chance.uniform(1, 4)
         self._restart_at: dict[int, float] = {}
         self._advanced = time.monotonic()
+        # The last step that has a record, and the number of hosts that are done.
         self._state = (0, 0)
         self._done: set[int] = set()
 
@@ -88,8 +89,8 @@ class Disturbed:
             now = time.monotonic()
             self._undo(now)
             self._start_again(now)
-            calm = self._pending or self._run.step() > STEPS - LAST_STEPS
-            if self._next_event < now and (now < until or self.count < least) and not calm:
+            is_calm = self._pending or self._state[0] > STEPS - LAST_STEPS
+            if self._next_event < now and (now < until or self.count < least) and not is_calm:
                 self._disturb(now)
             self._check_progress(now)
             time.sleep(POLL_SECONDS)
