@@ -766,7 +766,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if self._ranks.group is not None:
             logger.warning("a pickled scaler loses its group; the copy will use all ranks")
         if self._registered:
-            logger.warning("a copied scaler forgets its optimizers; call register(...) on the copy")
+            logger.warning("a copied scaler loses its optimizers; call register(...) on the copy")
         return {
             **state,
             "_init_counts": self._counts(),
