@@ -13,9 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic, sleep  # not those of `time`, which tests replace
 from types import FrameType
 from typing import Any
 
@@ -55,14 +55,14 @@ class Progress:
         self._processor_seconds = processor_seconds
         # By process and its start, since numbers of processes are used again.
         self._used: dict[tuple[int, float], float] = {}
-        self._looked = time.monotonic()
+        self._looked = monotonic()
         self._idle_since = self._looked
         self._total = 0.0
         self._measure()
 
     def problem(self) -> str | None:
         """Return what is wrong, or None while there is progress."""
-        now = time.monotonic()
+        now = monotonic()
         used = self._measure()
         if used > IDLE_SHARE * (now - self._looked):
             self._idle_since = now
@@ -135,7 +135,7 @@ def wait_until(condition: Callable[[], bool], state: Callable[[], str] = str) ->
     while not condition():
         if problem := progress.problem():
             pytest.fail(f"{problem}: {state()}", pytrace=False)
-        time.sleep(0.02)
+        sleep(0.02)
 
 
 def kill_all(process: subprocess.Popen[Any]) -> None:

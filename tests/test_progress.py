@@ -56,6 +56,16 @@ def test_cpu_time_is_limited(process: subprocess.Popen[bytes]) -> None:
     assert problem_of(process, 100, 0.2) == "more than 0.2 s of processor time"
 
 
+@pytest.mark.parametrize("process", [SPINS], indirect=True)
+def test_fake_clock_of_test_does_not_count(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = Progress([process.pid], 100, 100)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1e6)
+    assert limit.problem() is None
+
+
 def test_waiting_ends_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "IDLE_SECONDS", 1.0)
     monkeypatch.setattr(progress, "IDLE_SHARE", 2.0)
