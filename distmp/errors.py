@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from distmp.masking import masked, masked_text
 
@@ -193,26 +193,6 @@ def rank_names(ranks: Collection[int]) -> str:
             runs.append([rank, rank])
     listed = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
-
-
-def attribute(instance: object, name: str, instead_of: Mapping[str, str]) -> NoReturn:
-    """Raise the error of an attribute that does not exist; for `__getattr__`.
-
-    Args:
-        instance: The object.
-        name: The attribute.
-        instead_of: What to do instead, by name of attributes of other libraries.
-
-    Raises:
-        AttributeError: Always.
-    """
-    if name not in instead_of:
-        object.__getattribute__(instance, name)  # raises Python's error, or that of a property
-    raise AttributeError(
-        f"{type(instance).__name__} has no attribute {name!r}; {instead_of[name]}",
-        name=name,
-        obj=instance,
-    )
 
 
 def brief(value: object) -> object:

@@ -713,7 +713,7 @@ def _check_options(bucket_bytes: Any, reduce_dtype: object, **switches: object) 
 
 
 def _check_group(group: object) -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     problem = (
         f"reduces nothing, and there are {ranks} ranks; use torch.distributed.group.WORLD, or a "
         "group of this rank alone"

@@ -97,7 +97,7 @@ def save(
     def finish() -> str:
         permit()
         state = manifest.encode(step, numbers, files, health, retention.best)
-        final = _finish(directory, writing, state, files)
+        final = _finish(writing, state, files)
         tidy(directory, step, retention)
         if health.problem is not None:
             logger.warning(
@@ -111,9 +111,7 @@ def save(
     return directory / storage.rank_0_or_checkpoint_error(ranks, goal, finish)
 
 
-def _finish(
-    directory: Path, writing: Path, state: bytes, files: dict[str, manifest.FileSum]
-) -> Path:
+def _finish(writing: Path, state: bytes, files: dict[str, manifest.FileSum]) -> Path:
     for name, written in files.items():
         try:
             manifest.check_size(writing / name, written)

@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         # A group that was destroyed meanwhile is an error, not a single process.
-        self.distributed = group is not None or (dist.is_available() and dist.is_initialized())
+        self.distributed = group is not None or dist.is_initialized()
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.world_size = dist.get_world_size(group) if self.distributed else 1
 

@@ -73,7 +73,7 @@ def pending() -> dict[str, list[tuple[int, str]]]:
 
 def _groups() -> Iterator[tuple[str, str, str, int]]:
     """Yield label, torch's name, backend and number of collectives, by group and backend."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return
     for group in list(dist.distributed_c10d._world.pg_map):
         # The main thread may destroy the group meanwhile; not every backend counts.

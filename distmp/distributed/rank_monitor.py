@@ -491,7 +491,7 @@ def current() -> RankMonitor | None:
 
     This is the monitor passed to `use`, or else one started for the default process group.
     """
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1 or dist.get_backend(world) == "fake":
         return None
     if _of_job is not None:

@@ -111,7 +111,7 @@ class World:
         device = usable_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return cls(0, 1, device, None)
         return cls(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
@@ -229,7 +229,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     """
     device = _choice.get("device") if device is None else device
     adopt_ranks()
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         _check_group()
         return World.current(_device_of_rank(device, int(os.environ.get("LOCAL_RANK", 0))))
     environment = RankEnvironment.from_variables()

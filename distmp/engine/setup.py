@@ -39,20 +39,7 @@ from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_i
 from distmp.utils.dtypes import dtype_name
 
 
-def warn_about_copies(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Warn when `module.state_dict()` is called, if its parameters are copies of FP32 weights.
-
-    Args:
-        module: The module that holds the copies.
-        policy: The precision policy.
-    """
-    if policy.has_masters:
-        # Not a closure, which could not be pickled with the module.
-        warn = functools.partial(_warn, dtype_name(policy.compute_dtype))
-        module.register_state_dict_pre_hook(warn)
-
-
-def _warn(dtype: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _warn_about_copies(dtype: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # with keep_vars the caller asks for the parameters themselves
         warnings.warn(
             f"module.state_dict() returns {dtype} copies of the weights; the FP32 weights "
@@ -195,8 +182,10 @@ def set_up(
     if config.reproducible:
         make_deterministic(world.device)
     strategy = _distribute(model, values, policy, config, world, initialize=initialize)
-    if config.strategy not in SHARDED_STRATEGIES and world.rank == 0:
-        warn_about_copies(strategy.module, policy)
+    if policy.has_masters and config.strategy not in SHARDED_STRATEGIES and world.rank == 0:
+        # Not a closure, which could not be pickled with the module.
+        warn = functools.partial(_warn_about_copies, dtype_name(policy.compute_dtype))
+        strategy.module.register_state_dict_pre_hook(warn)
     layers = strategy.low_precision_layers
     phases = None
     if layers is not None and config.precision_phases:

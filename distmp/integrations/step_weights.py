@@ -99,7 +99,7 @@ class StepWeights:
         Raises:
             TrainingError: On all ranks, if only some of them use it.
         """
-        if self._is_compared or not (dist.is_available() and dist.is_initialized()):
+        if self._is_compared or not dist.is_initialized():
             return
         self._is_compared = True
         users = float(self._ranks.all_reduce(torch.tensor(float(self.in_use))))

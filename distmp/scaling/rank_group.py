@@ -53,7 +53,7 @@ class RankGroup:
         Raises:
             ConfigError: Without a process group, if a launcher has set WORLD_SIZE above 1.
         """
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             return dist.get_world_size(self.group)
         world_size = os.environ.get("WORLD_SIZE", "1").strip()
         if world_size in ("", "1"):

@@ -90,7 +90,7 @@ def check_saves(checkpoints: Path) -> None:
     """
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        if isinstance(checkpoints, Path) and not os.access(checkpoints, os.W_OK):
+        if not os.access(checkpoints, os.W_OK):
             raise OSError(f"{checkpoints} is read-only")
     except OSError as error:
         problem = f"cannot be written to: {error}"

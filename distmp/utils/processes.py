@@ -139,9 +139,7 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run, by affinity or PYTHON_CPU_COUNT."""
-    if sys.version_info >= (3, 13):
-        return os.process_cpu_count() or 1
+    """Return the number of cores on which this process may run, by affinity."""
     return len(os.sched_getaffinity(0))
 
 
