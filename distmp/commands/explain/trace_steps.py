@@ -253,7 +253,8 @@ def trace_steps(
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
         alone = replace(config, data=replace(config.data, workers=0))
-        with closing(training_batches(alone, parts, world, Progress())) as batches:
+        reader = replace(world, group=None)  # does not compare samples, which may be fake
+        with closing(training_batches(alone, parts, reader, Progress())) as batches:
             for _ in range(steps):
                 memory.phase = memory_parts.BATCHES
                 batch = next(batches).microbatches[:microbatches]

@@ -440,6 +440,12 @@ def test_explain_accepts_every_configuration(
     assert not [line for line in lines if "POLICY MISMATCH" in line]
 
 
+def test_explain_accepts_samples_that_torch_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[3] / "examples" / "image_classifier.yaml"
+    assert cli.main(["explain", "--config", str(config), "--world-size", "2"]) == 0
+    assert "total" in capsys.readouterr().out
+
+
 OTHER_MACHINE = "the free memory is that of this machine; for another one, set strategy"
 
 
