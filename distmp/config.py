@@ -366,7 +366,7 @@ class RunConfig(Section):
     log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
-    def __post_init__(self) -> None:  # without types, which settings of a subclass may lack
+    def _check(self) -> None:
         self._check_run()
         self._check_time()
         self._check_strategy()

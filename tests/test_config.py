@@ -180,10 +180,13 @@ def test_indivisible_batch_error_names_divisible_sizes() -> None:
         (DataConfig, "data.sequence_length"),
         (CheckpointConfig, "checkpoint.keep"),
         (LogConfig, "log.every"),
+        (RunConfig, "steps"),
+        (RunConfig, "optim"),
+        (RunConfig, "run_dir"),
     ],
 )
 def test_none_for_a_setting_without_null_is_one_message(section: type[object], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} = None: must be an? \w+; leave it out"):
+    with pytest.raises(ConfigError, match=rf"^{name} = None: must be (an? )?\w+; leave it out"):
         section(**{name.rpartition(".")[2]: None})
 
 

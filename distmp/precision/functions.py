@@ -115,7 +115,7 @@ def _refuse_recomputed(name: str) -> None:
 
 
 @functools.cache
-def _known() -> frozenset[str]:
+def known_functions() -> frozenset[str]:
     """Return the names of the functions that can be overridden."""
     functions = (each for of_module in get_overridable_functions().values() for each in of_module)
     return frozenset(getattr(each, "__name__", "") for each in functions)
@@ -129,8 +129,8 @@ def functions_in_fp32(names: Iterable[str]) -> contextlib.AbstractContextManager
     """
     names = [*names]
     for name in names:
-        if name not in _known():
-            guess = did_you_mean(f"{name}()", (f"{known}()" for known in _known()))
+        if name not in known_functions():
+            guess = did_you_mean(f"{name}()", (f"{known}()" for known in known_functions()))
             problem = guess or "torch has none"
         elif name.endswith("_"):
             problem = (

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from distmp.errors import ConfigError, TrainingError, did_you_mean, require
+from distmp.precision.functions import known_functions
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.tensor_trees import floating_point_cast, map_tensors
 
@@ -352,6 +353,8 @@ def _no_match(module: nn.Module, pattern: str) -> str:
     names = {name.rpartition(".")[2] for name, _ in parts} | {name for name, _ in parts}
     classes = {type(part).__name__ for _, part in parts}
     words = [word for word in WORDS if any(_matches(word, name, part) for name, part in parts)]
+    if pattern in known_functions():
+        return f"matches no module of the model; for the function of torch, write '{pattern}()'"
     matching = f"; words that match: {', '.join(words)}" if words else ""
     guess = did_you_mean(pattern, {*names, *classes, *words} - {pattern})
     guess = guess or f"write a name such as {parts[-1][0]!r}, or a class{matching}"

@@ -132,6 +132,11 @@ class Uncalled(nn.Module):
         (Model(), "Model", "keeps the whole model; use the policy fp32"),
         (nn.Linear(1, 1), "norm", "the model has no parts"),
         (nn.Sequential(nn.Linear(1, 1)), "head", "head': matches no module of the model; write a"),
+        (
+            nn.Sequential(nn.Linear(1, 1)),
+            "softmax",
+            r"for the function of torch, write 'softmax\(\)'",
+        ),
         (Uncalled(), "tables", r"'tables' \(ParameterList\) holds parameters but is never called"),
     ],
 )

@@ -40,8 +40,8 @@ class CalibrationConfig(RunConfig):
     json: bool = False
     """Print JSON instead of tables."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         hint = f"use more than {WARM_UP} steps"
         self._require(self.calibrate_steps > WARM_UP, "calibrate_steps", hint)
         object.__setattr__(self, "policies", _split(self.policies))

@@ -35,8 +35,8 @@ class ExplainConfig(RunConfig):
     json: bool = False
     """Print JSON instead of tables."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         for name in ("world_size", "ranks_per_machine"):
             value = getattr(self, name)
             valid = value is None or 1 <= value <= _MOST_RANKS
