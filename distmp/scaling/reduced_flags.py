@@ -74,12 +74,16 @@ class CheckedOptimizer:
         checked: The checked gradients if they will be unscaled later; they must not change until
             then. None if they are unscaled already.
         found_inf: 0-dim FP32, the reduced flag; None before the reduction.
+        has_gradients: Whether it had gradients when they were checked; `zero_grad` may follow.
     """
 
     optimizer: torch.optim.Optimizer
     local_found_inf: Tensor
     checked: GradientVersions | None = None
     found_inf: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.has_gradients = any(p.grad is not None for p in parameters(self.optimizer))
 
     def global_found_inf(self) -> Tensor:
         """Return the reduced flag, 0-dim FP32; only after the reduction."""
@@ -134,8 +138,7 @@ def reduce_flags(
     exact_scale = scale.to(torch.float64)
     found = [member.local_found_inf for member in members]
     local = found[0] if len(found) == 1 else torch.stack([torch.zeros_like(scale), *found]).amax()
-    held = (parameter for member in members for parameter in parameters(member.optimizer))
-    has_gradients = any(parameter.grad is not None for parameter in held)
+    has_gradients = any(member.has_gradients for member in members)
     values = [
         local.to(torch.float64),
         torch.full_like(exact_scale, has_gradients),

@@ -696,6 +696,17 @@ def test_update_ends_an_iteration_that_was_abandoned(fused: bool) -> None:
     assert torch.equal(weight, torch.full((2,), 0.875))
 
 
+@pytest.mark.parametrize("scaler", [DistributedGradScaler, torch.amp.GradScaler])
+def test_overflow_counts_after_gradients_were_cleared(scaler: Any) -> None:
+    optimizer = one_parameter(math.inf)
+    scaler = scaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()  # as an optimizer with two steps does, before `update`
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+
+
 def test_partial_update_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     optimizers = [one_parameter(1.0), one_parameter(math.inf)]
     scaler = DistributedGradScaler("cpu")
