@@ -70,12 +70,18 @@ from distmp.buckets.layout import (
 )
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
-from distmp.buckets.used_parameters import UsedParameters, weights_used_once
+from distmp.buckets.used_parameters import (
+    UsedParameters,
+    leaves_of,
+    outside_of,
+    weights_used_once,
+)
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.comparison import check_same, describe_parameters
 from distmp.distributed.failing_together import explain_lost_peers
-from distmp.errors import TrainingError, require
+from distmp.errors import ConfigError, TrainingError, require
 from distmp.scaling.norms import CHUNK, chunk_norms
+from distmp.utils.tensor_trees import version_counters
 
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
 SMALL_ELEMENTS = 2**13
@@ -83,6 +89,11 @@ REPLACED = (
     "{!r}.grad was set in a step by other code (loss function or hook), so gradients would be lost "
     "or counted twice; return the gradient from a hook of Tensor.register_hook, or change "
     "engine.gradients() in a step pre-hook of the optimizer"
+)
+OTHER_PARAMETER = (
+    "is not used by the loss, which uses one of shape {} that is not in the buckets, so its "
+    "gradient is not reduced; build the buckets after the last change of the model "
+    "(load_state_dict(assign=True), weight_norm, a new layer), or freeze what you do not train"
 )
 # Largest size of the gradients that wait to be copied in one launch, by device type.
 HELD_BYTES = {"cuda": DEFAULT_BUCKET_BYTES}
@@ -182,6 +193,7 @@ class Fp32GradBuckets:
         layouts: The parameters of each bucket and their offsets.
         buffers: After `finish`: the flat FP32 buckets, each of shape (size of the layout,).
         used: Tracks which parameters have ever had a gradient.
+        checks_loss: Whether `backward_context` refuses a loss of other parameters.
 
     Raises:
         ConfigError: If an argument is invalid or differs between ranks, or if `reproducible` does
@@ -261,6 +273,7 @@ class Fp32GradBuckets:
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
+        self.checks_loss = True
         self.used = UsedParameters([slot.name for slot in self._slots], group, device)
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
@@ -369,7 +382,13 @@ class Fp32GradBuckets:
         Args:
             loss: The tensor whose `backward` is called in the context. The gradient of a 16-bit
                 parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
-                bytes are read and written per element. With None all gradients are copied to FP32.
+                bytes are read and written per element. With None all gradients are copied to FP32,
+                and parameters that have replaced those of the buckets are not noticed.
+
+        Raises:
+            TrainingError: If other code has set a `.grad`.
+            ConfigError: In the first step, or if backward has computed no gradient of a parameter
+                of the buckets: if the loss uses other parameters instead of some of them.
         """
         # In a microbatch, the parameters whose gradients no hook of the user reads.
         unhooked: list[_Slot] = []
@@ -383,9 +402,12 @@ class Fp32GradBuckets:
             slot.parameter.grad = slot.added_to = self._leaf.views[slot.index]
         for parameter in unconverted:
             parameter.grad_dtype = None
+        before = version_counters(self._leaf.buffers)
         try:
             yield
             self._copy_held()
+            if loss is not None and self.checks_loss and self._stage >= _Stage.MICROBATCH:
+                self._refuse_others(loss, before)
         except BaseException:
             for slot in self._slots:
                 slot.parameter.grad = None
@@ -537,6 +559,17 @@ class Fp32GradBuckets:
             if slot.parameter.grad is not None:
                 raise TrainingError(REPLACED.format(slot.name))
 
+    def _refuse_others(self, loss: Tensor, versions: list[int]) -> None:
+        """Refuse a loss of parameters that have replaced those of the buckets in the model."""
+        if self._observed is None and version_counters(self._leaf.buffers) != versions:
+            return  # not the first step, and its backward has added to the buckets
+        leaves, own = leaves_of(loss), {slot.parameter: slot.name for slot in self._slots}
+        outside = outside_of(own, leaves)
+        unused = [name for parameter, name in own.items() if parameter not in leaves]
+        if outside and unused:
+            shape = tuple(outside[0].shape)
+            raise ConfigError("named_parameters", unused[0], OTHER_PARAMETER.format(shape))
+
     def _added_in_place(self, unhooked: list[_Slot]) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their view of the bucket."""
         if self._sums is not None:
@@ -650,13 +683,13 @@ class Fp32GradBuckets:
 
     def _sync_order(self) -> None:
         """After the first step, set the order of reductions to the one that rank 0 observed."""
-        if self._observed is None or self.group is None:
+        observed, self._observed = self._observed, None
+        if observed is None or self.group is None:
             return
-        order = [*self._observed, *(b for b in self._order if b not in self._observed)]
+        order = [*observed, *(b for b in self._order if b not in observed)]
         common = torch.tensor(order, dtype=torch.int64, device=self.layouts[0].device)
         dist.broadcast(common, dist.get_global_rank(self.group, 0), self.group)
         self._order = common.tolist()
-        self._observed = None
 
 
 def _run_last(slot: _Slot) -> None:

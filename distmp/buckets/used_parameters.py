@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.errors import TrainingError
 
@@ -176,7 +176,7 @@ def on_host(values: Tensor) -> Any:
 
 
 # The type of the nodes that add to `.grad`.
-_ACCUMULATE_GRAD: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _GRADIENT_SWITCHES = {"enable_grad", "set_grad_enabled"}
 
 
@@ -189,23 +189,48 @@ def weights_used_once(loss: Tensor) -> set[int]:
     Returns:
         The `id` of each leaf of the graph that only one operation uses, and only once.
     """
-    if loss.grad_fn is None:
-        return set()
     leaves: set[int] = set()
     used_repeatedly: set[int] = set()
-    nodes = [loss.grad_fn]
+    for node in _graph(loss):
+        if type(node) is _ACCUMULATE_GRAD:
+            weight = id(node.variable)
+            (used_repeatedly if weight in leaves else leaves).add(weight)
+        elif _runs_backward(node.__class__):
+            return set()
+    return leaves - used_repeatedly
+
+
+def leaves_of(loss: Tensor) -> dict[Tensor, None]:
+    """Return the leaves of the autograd graph of a loss, in the order of backward."""
+    return {node.variable: None for node in _graph(loss) if type(node) is _ACCUMULATE_GRAD}
+
+
+def outside_of(own: Container[Tensor], leaves: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Return the parameters among leaves that are not among the own, and have no hook.
+
+    In a hook, other buckets, another engine or the user handle the gradient.
+    """
+    return [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, nn.Parameter)
+        and leaf not in own
+        and not leaf._post_accumulate_grad_hooks
+    ]
+
+
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of a loss, those of leaves once for each use."""
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     visited = set(nodes)
     for node in nodes:  # the loop appends to it
-        if _runs_backward(type(node)):
-            return set()
+        yield node
         for following, _ in node.next_functions:
             if type(following) is _ACCUMULATE_GRAD:
-                weight = id(following.variable)  # type: ignore[union-attr]
-                (used_repeatedly if weight in leaves else leaves).add(weight)
+                yield following
             elif following is not None and following not in visited:
                 visited.add(following)
                 nodes.append(following)
-    return leaves - used_repeatedly
 
 
 @functools.cache

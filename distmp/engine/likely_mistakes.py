@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distmp.buckets.used_parameters import leaves_of, outside_of
 from distmp.data import IGNORED
 from distmp.engine.outcome import MicrobatchStats
 from distmp.engine.setup import EngineSetup
@@ -238,34 +239,14 @@ def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator
 
 
 def _outside_of(module: nn.Module, loss: Tensor) -> Iterator[str]:
-    own = {*module.parameters()}
-    # Another engine, or the user, handles a gradient in a hook.
-    outside = [
-        tuple(leaf.shape)
-        for leaf in _leaves(loss)
-        if isinstance(leaf, nn.Parameter)
-        and leaf not in own
-        and not leaf._post_accumulate_grad_hooks
-    ]
+    outside = outside_of({*module.parameters()}, leaves_of(loss))
     if outside:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in outside[:3])
         yield (
-            "the loss depends on parameters outside of the model, of shape "
-            f"{', '.join(map(str, outside[:3]))}, which the engine does not train, and their "
-            "gradients have its scale; put their module and the model into one "
-            "torch.nn.ModuleDict, or freeze them with requires_grad_(False)"
+            f"the loss depends on parameters outside of the model, of shape {shapes}, which the "
+            "engine does not train, and their gradients have its scale; put their module and the "
+            "model into one torch.nn.ModuleDict, or freeze them with requires_grad_(False)"
         )
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of the autograd graph of a loss."""
-    nodes: list[Any] = [loss.grad_fn]
-    visited = {None, *nodes}
-    for node in nodes:  # the loop appends to it
-        if hasattr(node, "variable"):
-            yield node.variable
-        following = [after for after, _ in getattr(node, "next_functions", ())]
-        nodes += [after for after in dict.fromkeys(following) if after not in visited]
-        visited.update(following)
 
 
 def _low_precision_dtype(loss: Tensor) -> torch.dtype | None:

@@ -83,6 +83,7 @@ class Replicated(strategy.Strategy):
             reproducible=settings.reproducible,
             drop_non_finite=self._drops,
         )
+        self._buckets.checks_loss = False  # `KnownParameters` and the engine's first step do
         self.used = self._buckets.used
         self._parameters: FlatParameters | PureParameters
         if policy.casts_parameters and not policy.has_masters:

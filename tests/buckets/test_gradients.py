@@ -22,7 +22,7 @@ from benchmarks.explain_memory import peak_allocated
 from benchmarks.traffic import Traffic
 from distmp.buckets import Fp32GradBuckets, gradients
 from distmp.buckets.used_parameters import weights_used_once
-from distmp.errors import TrainingError
+from distmp.errors import ConfigError, TrainingError
 from tests.ranks import in_turn, ranks, run_ranks
 from tests.recording import Collectives, Operators
 
@@ -304,6 +304,43 @@ def test_tied_weights_are_one_parameter() -> None:
     assert sorted(found) == ["bias", "first.weight"]
     assert plain.first.weight.grad is not None
     torch.testing.assert_close(found["first.weight"], 3 * plain.first.weight.grad)
+
+
+def _reparametrize(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def _replace_head(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(WIDTH, WIDTH)
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict(copy.deepcopy(model).state_dict(), assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "name"),
+    [(_reparametrize, 0, "0.weight"), (_replace_head, 0, "1.bias"), (_assign, 2, "1.bias")],
+)
+def test_parameters_that_replace_those_of_the_buckets_are_refused(
+    change: Callable[[nn.Module], None], steps: int, name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    for _ in range(steps):
+        accumulate(buckets, [partial(sum_of_outputs, model)] * 2)
+    change(model)
+    with pytest.raises(ConfigError, match=f"= '{name}': is not used by the loss, which uses one"):
+        accumulate(buckets, [partial(sum_of_outputs, model)] * 2)
+
+
+def test_other_trainable_parameters_may_take_part_in_the_loss() -> None:
+    model, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    accumulate(buckets, [lambda: critic(model(torch.ones(WIDTH))).sum()])
+    model.requires_grad_(False)
+    other = Fp32GradBuckets(critic.named_parameters(), None)
+    accumulate(other, [lambda: critic(model(torch.ones(WIDTH))).sum()])
 
 
 @pytest.mark.parametrize("small", [0, WIDTH**2])
