@@ -42,6 +42,10 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     # The update has the RMS of AdamW's (https://arxiv.org/abs/2502.16982).
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+FSDP1 = (
+    "needs the shapes of matrices, but {!r} is a shard of FSDP1, which has none; use FSDP2 "
+    "(fully_shard) with distmp.Engine, or AdamW for the group (muon=False)"
+)
 # The Newton-Schulz iteration of torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -77,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         fused: Whether to unscale and skip on the device.
 
     Raises:
-        ConfigError: If an argument is out of range, or a tensor has no name.
+        ConfigError: If an argument is out of range, or a tensor has no name or is a shard of FSDP1.
 
     Example:
         >>> import torch
@@ -361,6 +365,8 @@ def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict
         named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
         require(named, "optimizer", "Muon", nameless)
         name, tensor = entry
+        whole = group.get("muon") is False or not getattr(tensor, "_fsdp_flattened", False)
+        require(whole, "optimizer", "Muon", FSDP1.format(name))
         hidden = group.get("muon", is_hidden(name, tensor, adamw))
         problem = (
             f"orthogonalizes matrices, but {name!r} has the shape {tuple(tensor.shape)}; "

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distmp.errors import ConfigError
 from distmp.optim import Muon
 from distmp.optim.factories import optimizer_factory
 from distmp.optim.muon import is_hidden, orthogonalized
 from distmp.optim.settings import OptimizerConfig
+from tests.ranks import ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 9)]
@@ -291,6 +293,18 @@ def test_unnamed_tensors_and_vectors_are_refused() -> None:
         Muon([torch.zeros(2, 2)])
     with pytest.raises(ConfigError, match=r"'bias' has the shape \(3,\)"):
         Muon([{"params": [("bias", torch.zeros(3))], "muon": True}])
+
+
+@ranks(2)
+def test_flat_shards_of_fsdp1_are_refused() -> None:
+    for use_orig_params in (True, False):
+        model = FullyShardedDataParallel(
+            nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        named = [*model.named_parameters()]
+        with pytest.raises(ConfigError, match=r"is a shard of FSDP1.*use FSDP2 \(fully_shard\)"):
+            Muon(named)
+        assert not Muon([{"params": named, "muon": False}]).matrices
 
 
 def test_groups_added_later_are_divided() -> None:
