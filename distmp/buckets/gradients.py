@@ -86,9 +86,10 @@ from distmp.utils.tensor_trees import version_counters
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
 SMALL_ELEMENTS = 2**13
 REPLACED = (
-    "{!r}.grad was set in a step by other code (loss function or hook), so gradients would be lost "
-    "or counted twice; return the gradient from a hook of Tensor.register_hook, or change "
-    "engine.gradients() in a step pre-hook of the optimizer"
+    "{!r}.grad was set in a step by other code (loss function, hook, DistributedDataParallel), so "
+    "gradients would be lost or counted twice; leave the module unwrapped, return the gradient "
+    "from a hook of Tensor.register_hook, or change gradients after finish() (with an engine: "
+    "engine.gradients() in a step pre-hook of the optimizer)"
 )
 OTHER_PARAMETER = (
     "is not used by the loss, which uses one of shape {} that is not in the buckets, so its "

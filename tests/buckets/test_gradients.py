@@ -413,6 +413,14 @@ def test_another_hook_changes_the_gradient_of_each_microbatch_once(
         assert torch.equal(found, torch.full((3,), 2.0))
 
 
+@ranks(2)
+def test_gradients_of_ddp_are_refused() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    buckets = Fp32GradBuckets(wrapped.named_parameters(), group())
+    with pytest.raises(TrainingError, match=r"DistributedDataParallel.*leave the module unwrapped"):
+        accumulate(buckets, [partial(sum_of_outputs, wrapped)])
+
+
 def set_to_one(weight: Tensor) -> None:
     weight.grad = torch.ones_like(weight)
 
