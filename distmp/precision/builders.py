@@ -114,8 +114,9 @@ def fsdp1_policy(policy: PrecisionPolicy) -> MixedPrecision:
     """Return the policy for `FullyShardedDataParallel`; see `fsdp2_policy`.
 
     FSDP1 sums microbatches in the shards if each one is reduced, and under `no_sync` in the compute
-    dtype: do not use `no_sync` with 16-bit parameters. Its exception for batch norms is disabled;
-    `keep_in_fp32` selects the modules in FP32.
+    dtype: do not use `no_sync` with 16-bit parameters. Its exception for batch norms is disabled.
+    Wrap each module that `keep_in_fp32` returns with `fsdp1_policy` of an FP32 policy before you
+    wrap the model: FSDP1 gathers all parameters of a unit in one dtype.
 
     Raises:
         ConfigError: If FSDP would sum microbatches in another dtype than the policy, or matrix
