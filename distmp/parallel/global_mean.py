@@ -183,6 +183,8 @@ def _ranks(reduction: GradientReduction) -> tuple[tuple[int, ...], ...]:
 # torch's enum values of `reduction`, which the autograd nodes of losses store.
 NONE, MEAN, SUM = range(3)
 
+NO_SAMPLES = "a loss sum such as model(inputs).sum() * 0"
+
 
 def global_mean(
     loss_sum: Tensor,
@@ -203,15 +205,16 @@ def global_mean(
     reduces over, and counts tensor-parallel ranks once.
 
     Every rank calls it equally often in a step: a rank with fewer microbatches passes additional
-    ones with loss sum 0, one without tokens weight 0. A call takes one all-reduce of four numbers
-    per dimension of the data-parallel mesh; the host does not wait for the device. Do not divide
-    the loss again, neither by the number of ranks nor by that of microbatches. A loss scale may
-    multiply it.
+    ones with the loss sum `model(inputs).sum() * 0`, one without tokens weight 0. A call takes one
+    all-reduce of four numbers per dimension of the data-parallel mesh; the host does not wait for
+    the device. Do not divide the loss again, neither by the number of ranks nor by that of
+    microbatches. A loss scale may multiply it.
 
     Args:
-        loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
-            element, FP32 or FP64, because 16 bits would round the sum and the factor of all
-            gradients. A DTensor counts with the value of all its shards.
+        loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank,
+            computed from the output of the module; one element, FP32 or FP64, because 16 bits
+            would round the sum and the factor of all gradients. A DTensor counts with the value of
+            all its shards.
         weight: Number of samples or tokens of this rank in the step, summed over its microbatches;
             0 or more. A number, or a tensor with one element on any device, not of 16 bits.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
@@ -234,9 +237,10 @@ def global_mean(
 
     Raises:
         ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
-            module that accumulates although `microbatches` is 1, numbers of microbatches that
-            differ between ranks (on CPUs), a module of which it is unknown how its gradients are
-            reduced, and parts of a module that are reduced differently.
+            loss sum on several ranks that has no graph, a module that accumulates although
+            `microbatches` is 1, numbers of microbatches that differ between ranks (on CPUs), a
+            module of which it is unknown how its gradients are reduced, and parts of a module that
+            are reduced differently.
 
     Example:
         >>> import torch, distmp
@@ -261,6 +265,12 @@ def global_mean(
     )
     require(microbatches > 1 or not accumulates, "microbatches", microbatches, problem)
     groups, divided_by = reduced_over(module, found, group, divisor)
+    problem = (
+        "is not computed from the output of the model, so its backward would not join the "
+        f"reduction of gradients; pass {NO_SAMPLES} for a microbatch without samples"
+    )
+    is_computed = loss_sum.grad_fn is not None or not (groups and torch.is_grad_enabled())
+    require(is_computed, "loss_sum", "Tensor", problem)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
     numbers = (valid_weight(weight, loss_sum.device), loss_sum.detach().sum())
@@ -269,7 +279,7 @@ def global_mean(
         dist.all_reduce(sums, group=each)
     # Otherwise, this all-reduce would soon meet one of gradients. On a GPU, the host would wait.
     if sums.device.type == "cpu" and counts.differs(sums[2:]):
-        problem = "differs between ranks; ranks with fewer need additional ones with loss sum 0"
+        problem = f"differs between ranks; ranks with fewer need additional ones with {NO_SAMPLES}"
         raise ConfigError("microbatches", microbatches, problem)
     inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
     value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)

@@ -369,11 +369,21 @@ def test_different_numbers_of_microbatches_are_refused_on_all_ranks() -> None:
     wrapped = DistributedDataParallel(nn.Linear(1, 1))
     count = 2 + dist.get_rank()
     with wrapped.no_sync():
-        message = refused(module=wrapped, microbatches=count)
+        message = refused(module=wrapped, microbatches=count, loss_sum=wrapped(FULL[None]).sum())
     assert (
         f"microbatches = {count}: differs between ranks; ranks with fewer need additional ones"
         in message
     )
+
+
+@ranks(2)
+def test_a_loss_sum_that_does_not_depend_on_the_model_is_refused() -> None:
+    wrapped = DistributedDataParallel(nn.Linear(1, 1))
+    for zero in (torch.zeros(()), torch.zeros((), requires_grad=True)):
+        message = refused(module=wrapped, loss_sum=zero)
+        assert "such as model(inputs).sum() * 0 for a microbatch without samples" in message
+    with torch.no_grad():
+        distmp.global_mean(torch.zeros(()), 0, wrapped)
 
 
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -617,7 +627,7 @@ def test_on_a_gpu_the_host_does_not_wait() -> None:
     tokens = 1 + 2 * rank
     for weight in (tokens, torch.tensor(tokens).pin_memory(), torch.tensor(float(tokens)).cuda()):
         with no_waiting():
-            loss = distmp.global_mean(total, weight, model)
+            loss = distmp.global_mean(total.clone(), weight, model)
             loss.backward()
         assert loss.item() == 3 / 4
         assert total.grad.item() == 2 / 4
