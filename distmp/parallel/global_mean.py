@@ -443,6 +443,8 @@ def is_mean(
     limit = max(1.5, weight / 2 if microbatches == 1 else 0)
     for node, factor in nodes:  # the loop appends to it
         own = _factor(node, host_waits=host_waits)
+        if own == 1 and microbatches > 1 and node.name().startswith("Mul"):
+            return False  # a microbatch of one sample
         is_reduction = node.name().startswith("Mean")
         is_reduction |= getattr(node, "_saved_reduction", None) == MEAN
         if is_reduction or math.isclose(own * weight, 1, rel_tol=0.01):

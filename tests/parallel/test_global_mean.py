@@ -441,7 +441,10 @@ def test_a_mean_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
         distmp.global_mean(loss(model(torch.ones(4, 4))), 4, model)
     mean = model(torch.ones(4, 4)).mean()
     distmp.global_mean(mean, 2, model, microbatches=2)  # the mean of one sample is its sum
+    distmp.global_mean(mean * 1, 9, model, microbatches=2)
     assert not recwarn
+    with pytest.warns(RuntimeWarning, match="is a mean already; pass the sum"):
+        distmp.global_mean(mean, 9, model, microbatches=2)
     for loss in MEANS.values():
         for weight in (4, torch.tensor(4)):
             with pytest.warns(RuntimeWarning, match="is a mean already; pass the sum.* weight 4"):
