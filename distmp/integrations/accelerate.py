@@ -211,9 +211,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Run backward; before the first step, with a loss scale, watch for early clipping."""
         _check_shared(self.mixed_precision, self.policy)
         super().backward(loss, **arguments)
-        if self.policy.loss_scale is not None and self.scaler._latest_found_inf is None:
+        if self.policy.loss_scale is not None:
+            first = self.scaler._latest_found_inf is None
             for optimizer in self._optimizers:
-                optimizer.watch_gradients()
+                optimizer.watch_gradients(first)
 
     def load_state(self, *positional: Any, **arguments: Any) -> None:
         """Load a state; without that of a scaler, the loss scale starts anew."""
@@ -284,9 +285,10 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     _watched: GradientVersions | None = None
 
-    def watch_gradients(self) -> None:
-        """Remember the gradients after a backward, until the next step."""
-        self._watched = GradientVersions(self.optimizer, local_gradients(self.optimizer))
+    def watch_gradients(self, watches: bool) -> None:
+        """Remember the gradients after a backward until the next one or a step, or forget them."""
+        now = GradientVersions(self.optimizer, local_gradients(self.optimizer)) if watches else None
+        self._watched = now
 
     def step(self, closure: Any = None) -> None:
         refuse_closure(closure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -432,6 +433,30 @@ def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
     accelerator.scaler.get_scale()
     with pytest.raises(ConfigError, match=r"optimizer = 'SGD': .*pass it to accelerator"):
         own[1].step()
+
+
+@ranks(1)
+def test_optimizers_with_a_backward_each_skip_separately() -> None:
+    for clip in (None,):
+        accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+        made = [make_model(), nn.Linear(1, 1)]
+        sgd = [torch.optim.SGD(module.parameters(), lr=0.1) for module in made]
+        generator, critic, *optimizers = accelerator.prepare(*made, *sgd)
+        skipped = []
+        with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+            for step in range(3):
+                for number in (1, 0):
+                    samples = generator(batch(step, 0))
+                    loss = critic(samples.detach() if number else samples).mean()
+                    optimizers[number].zero_grad()
+                    accelerator.backward(loss * (math.inf if (step, number) == (1, 1) else 1))
+                    if clip is not None:
+                        getattr(accelerator, clip)(made[number].parameters(), 1.0)
+                    optimizers[number].step()
+                    skipped.append(optimizers[number].step_was_skipped)
+        assert skipped == [False, False, True, False, False, False]
+        assert warning.call_count == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @ranks(1)
