@@ -216,6 +216,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for optimizer in self._optimizers:
                 optimizer.watch_gradients(first)
 
+    def clip_grad_norm_(self, parameters: Any, *positional: Any, **arguments: Any) -> Any:
+        """Clip the norm, as accelerate does, but unscale only optimizers with these parameters."""
+        return self._clip(super().clip_grad_norm_, parameters, *positional, **arguments)
+
+    def clip_grad_value_(self, parameters: Any, *positional: Any, **arguments: Any) -> None:
+        """Clip values, as accelerate does, but unscale only optimizers with these parameters."""
+        self._clip(super().clip_grad_value_, parameters, *positional, **arguments)
+
+    def _clip(self, clip: Callable[..., Any], clipped: Any, *positional: Any, **named: Any) -> Any:
+        # Old gradients of an optimizer with a backward of its own would take part in the decision.
+        clipped = [clipped] if isinstance(clipped, Tensor) else list(clipped)
+        having = [o for o in self._optimizers if not {*clipped}.isdisjoint(parameters(o))]
+        with mock.patch.object(self, "_optimizers", having):
+            return clip(clipped, *positional, **named)
+
     def load_state(self, *positional: Any, **arguments: Any) -> None:
         """Load a state; without that of a scaler, the loss scale starts anew."""
         try:

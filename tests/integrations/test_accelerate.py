@@ -437,7 +437,8 @@ def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
 
 @ranks(1)
 def test_optimizers_with_a_backward_each_skip_separately() -> None:
-    for clip in (None,):
+    """Also with clipping, where accelerate unscales old gradients of the other optimizer too."""
+    for clip in (None, "clip_grad_norm_", "clip_grad_value_"):
         accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
         made = [make_model(), nn.Linear(1, 1)]
         sgd = [torch.optim.SGD(module.parameters(), lr=0.1) for module in made]
