@@ -403,12 +403,13 @@ class Fp32GradBuckets:
             slot.parameter.grad = slot.added_to = self._leaf.views[slot.index]
         for parameter in unconverted:
             parameter.grad_dtype = None
-        before = version_counters(self._leaf.buffers)
+        checked = loss if self.checks_loss and self._stage >= _Stage.MICROBATCH else None
+        before = [] if checked is None else version_counters(self._leaf.buffers)
         try:
             yield
             self._copy_held()
-            if loss is not None and self.checks_loss and self._stage >= _Stage.MICROBATCH:
-                self._refuse_others(loss, before)
+            if checked is not None:
+                self._refuse_others(checked, before)
         except BaseException:
             for slot in self._slots:
                 slot.parameter.grad = None

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from distmp.buckets.used_parameters import leaves_of
 from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wants_cpu
 from distmp.errors import ConfigError, argument_names, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
@@ -93,8 +95,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Raises:
         ConfigError: If both `policy` and `mixed_precision` are given, or accelerate cannot
-            implement the policy. At the step of an optimizer that was not prepared, if its
-            gradients are multiplied by the loss scale.
+            implement the policy. At the step of an optimizer that was not prepared, if a prepared
+            model or a loss before the first step has its parameters: their gradients are
+            multiplied by the loss scale.
 
     Example:
         >>> accelerator = Accelerator(mixed_precision="bf16")
@@ -148,6 +151,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             logger.warning("precision %s: %s", self.policy.name, unused)
         self._switches = ExitStack()
         if rules is not None:
+            # Of the losses before the first step.
+            self._leaves = WeakTensorKeyDictionary()
             self._switches.callback(_watch_steps(self))
             self.native_amp = True  # accelerate does not set it on the CPU
             self.scaler = DeferredGradScaler(self.device.type, rules, max_consecutive_skips)
@@ -208,11 +213,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().no_sync(model)
 
     def backward(self, loss: Tensor, **arguments: Any) -> None:
-        """Run backward; before the first step, with a loss scale, watch for early clipping."""
+        """Run backward; with a loss scale, before the first step, note what is scaled."""
         _check_shared(self.mixed_precision, self.policy)
         super().backward(loss, **arguments)
         if self.policy.loss_scale is not None:
             first = self.scaler._latest_found_inf is None
+            if first:
+                self._leaves.update(leaves_of(loss))
             for optimizer in self._optimizers:
                 optimizer.watch_gradients(first)
 
@@ -257,10 +264,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         unscaled = [checked.optimizer for checked in self.scaler._inspected.values()]
         if optimizer in unscaled or not self.scaler.has_scaled_gradients:
             return
-        trained = {p for model in self._models for p in model.parameters() if p.grad is not None}
+        # With FSDP, the parameters of models are no leaves of the loss.
+        trained = {p for model in self._models for p in model.parameters()}.union(self._leaves)
         # An optimizer may be inside of another one.
         known = {parameter for each in unscaled for parameter in parameters(each)}
-        scaled = (trained & {*parameters(optimizer)}) - known
+        own = {parameter for parameter in parameters(optimizer) if parameter.grad is not None}
+        scaled = (trained & own) - known
         # torch creates optimizer states by a step with a learning rate of 0.
         moves = scaled and any(group.get("lr", 1) for group in optimizer.param_groups)
         problem = "its gradients are multiplied by the loss scale; pass it to accelerator.prepare"

@@ -436,6 +436,29 @@ def test_reading_the_scale_does_not_allow_an_unprepared_optimizer() -> None:
 
 
 @ranks(1)
+def test_parameters_outside_of_a_model_need_a_prepared_optimizer() -> None:
+    """A model that only a loss of its own trains does not need one."""
+    accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+    module, probe, center = make_model(), nn.Linear(1, 1), torch.zeros(1, requires_grad=True)
+    sgd = [torch.optim.SGD(each, lr=0.1) for each in (module.parameters(), probe.parameters())]
+    model, optimizer = accelerator.prepare(module, sgd[0])
+    other = torch.optim.SGD([center], lr=0.1)
+    output = model(batch(0, 0))
+    accelerator.backward((output - center).square().mean())
+    for _ in range(2):
+        probe(output.detach()).mean().backward()
+        sgd[1].step()
+        with pytest.raises(ConfigError, match=r"optimizer = 'SGD': .*pass it to accelerator"):
+            other.step()
+        optimizer.step()
+        accelerator.backward((model(batch(1, 0)) - center).square().mean())
+    assert center.item() == 0
+    other = accelerator.prepare(other)
+    other.step()
+    assert center.item() != 0
+
+
+@ranks(1)
 def test_optimizers_with_a_backward_each_skip_separately() -> None:
     """Also with clipping, where accelerate unscales old gradients of the other optimizer too."""
     for clip in (None, "clip_grad_norm_", "clip_grad_value_"):
