@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
+from distmp.quantization.linear import refuse_second_derivatives
 
 Backend = str | Callable[..., Any]
 """Backend of `torch.compile`: its name, or a function."""
@@ -56,7 +56,8 @@ def linear_cross_entropy(
     """Return the cross entropy of the logits `hidden @ weight.T`, summed over the targets.
 
     The logits have the dtype that `torch.nn.functional.linear` would give them, and the softmax is
-    computed in FP32. The sum over tokens in the gradient of `weight` is in FP32.
+    computed in FP32. The sum over tokens in the gradient of `weight` is in FP32. The result can be
+    differentiated once.
 
     Args:
         hidden: [..., dimension], floating-point.
@@ -184,8 +185,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_sum
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives(
+            "linear_cross_entropy has no second derivatives; use "
+            "torch.nn.functional.cross_entropy of the logits"
+        )
         if ctx.saved_tensors:
             hidden, weight, targets = ctx.saved_tensors
             product = _Product(hidden, weight, ctx.dtype, ctx.needed)

@@ -27,13 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmp.errors import require
+from distmp.errors import ConfigError
 from distmp.precision.builders import autocast_off
 from distmp.precision.stochastic import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, Operand, quantize
 from distmp.quantization.products import choose_product
 
 SIZE = 16
+_NO_SECOND = (
+    "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
+    "precision.policy, or bf16"
+)
 # One random sign for each of 16 positions.
 _SIGNS = (1, -1, -1, 1, 1, 1, -1, 1, -1, -1, 1, -1, 1, -1, -1, -1)
 
@@ -154,7 +158,8 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _check_differentiated_once(ctx.formats)
+        if ctx.formats.grad or ctx.formats.wgrad:  # rounding has no derivative
+            refuse_second_derivatives(_NO_SECOND)
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = _input_gradient(ctx, dy, weight) if needs_x else None
@@ -163,17 +168,11 @@ class _LowPrecisionLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _check_differentiated_once(formats: ProductFormats) -> None:
-    """Refuse `create_graph=True`: rounding has no derivative, so second derivatives are wrong."""
+def refuse_second_derivatives(problem: str) -> None:
+    """Refuse `create_graph=True` in a backward whose own derivatives would be missing or wrong."""
     # While torch compiles a backward, gradients are enabled in any case.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    problem = (
-        "low-precision matmuls have no second derivatives; use grad=bf16 and wgrad=bf16 in "
-        "precision.policy, or bf16"
-    )
-    valid = formats.grad is None and formats.wgrad is None
-    require(valid, "loss", "torch.autograd.grad(..., create_graph=True)", problem)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ConfigError("loss", "torch.autograd.grad(..., create_graph=True)", problem)
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:

@@ -207,6 +207,14 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_second_derivatives_are_refused(dtype: torch.dtype) -> None:
+    hidden, weight, targets = case(dtype)
+    loss = linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(ConfigError, match="linear_cross_entropy has no second derivatives; use"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_ignored_targets_give_zero_loss_and_gradients() -> None:
     hidden, weight, targets = case()
     loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))
