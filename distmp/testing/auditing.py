@@ -31,7 +31,7 @@ from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
 from distmp.testing.recording import Step, recorded_steps
-from distmp.testing.reference import LossSum, Reference
+from distmp.testing.reference import LossSum, Reference, different_weights
 from distmp.utils.tensor_trees import checksum, described
 
 # Classes that penalties, other models or clipping can look like.
@@ -330,15 +330,12 @@ class Audit:
             if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = [part.batch for s in self._steps for each in s.forwards for part in each.parts]
-        checked = functools.partial(checksum, first=None)
-        sums = {n: checked([step.state[n] for step in self._steps]) for n in trained}
-        of_ranks = ranks.gather((checked(inputs), sums))
-        for same in keys_by_value({rank: of for rank, (of, _) in enumerate(of_ranks)}).values():
+        of_ranks = ranks.gather(checksum(inputs, first=None))
+        for same in keys_by_value(dict(enumerate(of_ranks))).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
-        if differ := [name for name in sums if sums[name] != of_ranks[0][1][name]]:
-            self._found.append(mismatch("different_weights", differ))
+        self._found += different_weights(trained, self._steps)
 
 
 def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import ConfigError, require
 from distmp.testing import classify, gradients, recording
-from distmp.testing.reference import LossSum, Reference
+from distmp.testing.reference import LossSum, Reference, different_weights
 
 IGNORED = -100
 WANTED = {"tokens": "token_mean", "samples": "sample_mean", "sum": "sum"}
@@ -91,16 +91,19 @@ def check_gradient(
     wanted = Reference(plain, loss_sum or partial(default_loss, of_samples=of_samples))
     other = None if loss_sum else Reference(plain, partial(default_loss, of_samples=not of_samples))
     extra = "accumulated_twice" if loss_sum else "token_mean" if of_samples else "sample_mean"
-    ranks, results = Ranks(None), []
+    ranks, results, steps = Ranks(None), [], []
     for name, parts in make_splits([*samples], ranks.world_size, tokens=weights == "tokens"):
         each = len(parts) // ranks.world_size
         own = parts[ranks.rank * each :][:each]
         step = _recorded(train_step, model, [*map(collate or _stacked, own)])
         step.former, step.max_norm = other.mean(step) if other else {}, max_norm
         results.append(wanted.compared(name, step, extra, exact=True))
+        steps.append(step)
     problem = "there is nothing to compare: pass others, with labels"
     require(any(split.weights.any() for split in results), "weights of samples", 0, problem)
-    if found := classify.over_ranks(ranks.gather(classify.diagnose(results, WANTED[weights]))):
+    found = classify.diagnose(results, WANTED[weights])
+    found += different_weights(step.gradients, steps)
+    if found := classify.over_ranks(ranks.gather(found)):
         lines = [f"- {each.kind}: {each}" for each in found]
         raise classify.GradientError("\n".join(["the gradient is wrong:", *lines]), found)
 

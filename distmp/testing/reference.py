@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from distmp.distributed.failing_together import Ranks
 from distmp.errors import require
-from distmp.testing.classify import Array, SplitResult
+from distmp.testing.classify import Array, GradientMismatch, SplitResult, mismatch
 from distmp.testing.gradients import plain_model, unwrapped
 from distmp.testing.recording import PASS, Draws, Forward, Step, replaced_outputs
 from distmp.utils.generators import generators_kept
-from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
+from distmp.utils.tensor_trees import checksum, floating_point_cast, map_tensors, parameter_name
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -204,6 +204,14 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
     problem = f"{PASS}, as a pair; a weight of 0 only with a loss of 0"
     require(valid, "what loss_sum returns", found, problem)
     return total, weight
+
+
+def different_weights(names: Iterable[str], steps: Sequence[Step]) -> list[GradientMismatch]:
+    """Return which weights before the steps differ from rank 0's; every rank has to call it."""
+    sums = {name: checksum([step.state[name] for step in steps], first=None) for name in names}
+    first, *_ = Ranks(None).gather(sums)
+    differ = [name for name in sums if sums[name] != first[name]]
+    return [mismatch("different_weights", differ)] if differ else []
 
 
 def _mean(stacked: Tensor, weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, SetupError
@@ -53,6 +54,15 @@ def test_message_names_class_and_fix() -> None:
 def test_wrong_steps_of_two_ranks_are_named() -> None:
     for kind, train_step in scripts.distributed_wrong():
         assert kinds(train_step, make_model()) == [kind], train_step.__name__
+
+
+@ranks(2)
+def test_weights_that_differ_between_ranks_are_named() -> None:
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * dist.get_rank()
+    assert kinds(scripts.token_mean, model) == ["different_weights"]
 
 
 RIGHT = {
