@@ -146,7 +146,7 @@ class StepWeights:
                 f"the weight of the step, summed over all ranks, is {weight:g}; weights have to be "
                 "finite, and 0 or more: check what weighted_loss gets"
             )
-        if weight == 0:
+        if microbatches and weight == 0:
             logger.warning(
                 "the weight of the step, summed over all ranks, is 0, so its gradient is zero; "
                 "check the data, and what weighted_loss gets"

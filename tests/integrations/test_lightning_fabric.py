@@ -253,6 +253,9 @@ def _check_mixed_up_calls() -> None:
     fabric.backward(plugin.weighted_loss(model(batch(0, rank())).sum(), 0))
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # without a loss, as when `training_step` returns None
+    warning.assert_called_once()
     assert "is 0, so its gradient is zero" in warning.call_args.args[0]
     assert all(map(torch.equal, before, model.parameters()))
     with pytest.warns(RuntimeWarning, match="weighted_loss divides the loss by its weight, but"):
