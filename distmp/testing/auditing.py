@@ -277,6 +277,11 @@ class Audit:
             usual = itertools.chain(*map(_usual_weights, steps))
             if any(found.text.startswith(f"{weight:.3g} times ") for weight in usual):
                 doubts[found.kind] = on_purpose
+            if _is_weight_of_losses(found.text, steps):
+                if found.kind == "accumulated_twice":  # nothing was
+                    doubts[found.kind] = on_purpose
+                else:
+                    found = replace(found, text=f"{found.text}; {on_purpose}")
             if any(len(each.losses) > 1 for step in steps for each in step.forwards):
                 doubts["miscounted"] = on_purpose
             # Weights of losses relative to each other vary, see `_compare`.
@@ -354,6 +359,18 @@ def _usual_weights(step: Step) -> Iterator[float]:
             # Sums over the features of each sample.
             features = loss.counted.shape[1:] if loss.is_sum else ()
             yield from (math.prod(features), *features[-1:])
+
+
+def _is_weight_of_losses(text: str, steps: list[Step]) -> bool:
+    """Return whether gradients have the factor by which one backward has multiplied mean losses."""
+    if " times the" not in text:
+        return False
+    for step in steps:
+        numbers = [(*f.weight_and_scales(), len(f.losses[0].backwards)) for f in step.forwards]
+        total = sum(weight * scale / backwards for weight, scale, _, backwards in numbers)
+        if not text.startswith(f"{total:.3g} times the"):
+            return False
+    return True
 
 
 def _alive(kind: type[Any]) -> list[Any]:

@@ -84,6 +84,7 @@ class SplitResult:
         reduction: A collective that has reduced in 16 bits; empty without one.
         is_unlike: Whether microbatches weight further losses differently, relative to the first.
         others: Names of parameters of other optimizers, which count only for the norm.
+        is_sum: Whether the losses may be sums; otherwise all are means.
     """
 
     name: str
@@ -99,6 +100,7 @@ class SplitResult:
     norm: float | None = None
     is_unlike: bool = False
     others: set[str] = field(default_factory=set)
+    is_sum: bool = True
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,13 @@ class _Predictions:
         self.wanted = self._predicted[0, 0]
         self._norm = _norm(products, self.wanted)
 
+    def fits_by_chance(self, label: int) -> bool:
+        """Return whether a prediction fits some multiples of the wanted gradient by chance."""
+        row, column = divmod(label, len(self.factors))
+        kind = self.kinds[row]
+        is_product = min(row, column) > 0 and not (kind == "sum" and self.split.is_sum)
+        return is_product or kind == "weighted"
+
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""
         found = [self.products[name] for name in names if name in self.products]
@@ -312,6 +321,10 @@ def _compared(predictions: list[_Predictions]) -> _Found:
     left = [name for name, found in labels.items() if 0 not in found]
     if labels and not left:
         yield from _hidden(predictions, [*labels], set.intersection(*labels.values()))
+    factor = _common_factor(predictions, left) if left else None
+    if factor and factor[0] in ("constant", "loss_scale"):
+        for name in left:
+            labels[name] -= {*filter(predictions[0].fits_by_chance, labels[name])}
     while counts := [label for name in left for label in labels[name]]:
         best = max(sorted(set(counts)), key=counts.count)
         yield _predicted(predictions, best, [name for name in left if best in labels[name]])

@@ -70,6 +70,7 @@ class Reference:
         weights, others = numbers.unbind(-1)
         split = SplitResult(name, Ranks(None).rank, weights.numpy(), step.max_norm, extra)
         split.norm = step.norm
+        split.is_sum = all(loss.is_sum for each in step.forwards for loss in each.losses)
         split.others = {*stacked} - step.gradients.keys()
         split.reduction = next(filter(_IN_16_BITS.match, step.collectives), "")
         ratios = others[weights > 0]

@@ -391,6 +391,51 @@ def test_gradients_that_a_script_assigns(options: dict[str, bool]) -> None:
     assert "multiplied by a constant: 3" in str(report_of(assigned))
 
 
+def multiplied(model: nn.Module, count: int, factor: float, reduction: str = "mean") -> None:
+    for _ in range(count):
+        outputs, labels = model(torch.randn(6, 8)), torch.arange(6) % 4
+        (F.cross_entropy(outputs, labels, reduction=reduction) * factor / count).backward()
+
+
+@pytest.mark.parametrize(
+    ("count", "factor", "kind"),
+    [
+        (1, 2, ""),
+        (4, 2, ""),
+        (2, 3, ""),  # what microbatches of 6 samples have with two mistakes
+        (2, 6, ""),
+        (2, 2, "microbatches_never"),
+        (2, 0.5, "microbatches_twice"),
+    ],
+)
+def test_a_factor_of_the_losses_may_be_a_weight(count: int, factor: float, kind: str) -> None:
+    report = report_of(functools.partial(multiplied, count=count, factor=factor))
+    assert kinds(report) == ([kind] if kind else []), str(report)
+    assert report.exit_code == (1 if kind else 2)
+    assert str(report).count("unless the loss has this weight on purpose: pass loss_sum=") == 1
+
+
+def backward_twice(model: nn.Module) -> None:
+    loss = cross_entropy(model, 6)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("train_step", "kind"),
+    [
+        (backward_twice, "accumulated_twice"),
+        (functools.partial(multiplied, count=2, factor=1, reduction="sum"), "sum"),
+    ],
+)
+def test_factors_of_mistakes_are_no_weights(
+    train_step: Callable[[nn.Module], object], kind: str
+) -> None:
+    report = report_of(train_step)
+    assert (kinds(report), report.undecided) == ([kind], ()), str(report)
+    assert "on purpose" not in str(report)
+
+
 def test_forwards_without_any_backward_are_named() -> None:
     report = report_of(lambda model: cross_entropy(model, 4))
     assert "microbatches = 0: no forward has a backward" in report.undecided[0]
