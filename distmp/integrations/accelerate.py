@@ -190,6 +190,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 prepare_to_shard(model, self.policy, self.device.type, mixed_dtypes=self.is_fsdp2)
             else:
                 builders.prepare(model, self.policy, self.device.type)
+                if not evaluation_mode:
+                    builders.refuse_unfreezing(model)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
             hook = builders.ddp_comm_hook(self.policy)

@@ -22,7 +22,11 @@ from distmp.parallel.fsdp_internals import fsdp2_policies
 from distmp.parallel.global_mean import warn_about_mean
 from distmp.parallel.strategy import check_parameters
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, keep
-from distmp.precision.builders import convert_parameters, refuse_low_precision_matmuls
+from distmp.precision.builders import (
+    convert_parameters,
+    refuse_low_precision_matmuls,
+    refuse_unfreezing,
+)
 from distmp.precision.notation import LIGHTNING_POLICIES, resolve_without_masters
 from distmp.precision.policy import dtype_word
 from distmp.scaling.grad_scaler import DistributedGradScaler
@@ -81,6 +85,7 @@ def prepare_module(module: nn.Module, policy: PrecisionPolicy, device_type: str)
         convert_parameters(module, policy)
     keep.cast_buffers(module, policy)
     keep.keep_in_fp32(module, policy, device_type)
+    refuse_unfreezing(module)
 
 
 def check_parallel(model: nn.Module, policy: PrecisionPolicy) -> None:

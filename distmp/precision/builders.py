@@ -21,19 +21,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distmp.errors import ConfigError, require
 from distmp.precision import keep
 from distmp.precision.functions import functions_in_fp32
 from distmp.precision.notation import as_device, name_of
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy, dtype_word
-from distmp.utils.dtypes import dtype_name
+from distmp.utils.dtypes import dtype_name, is_dtensor
 from distmp.utils.tensor_trees import refuse_shared_memory
 
 logger = logging.getLogger("distmp")
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+# By frozen parameter, the hook that refuses its gradient because DDP does not reduce it.
+_unreduced = WeakTensorKeyDictionary()
 
 # Called with DDP's state (the process group) and a bucket; see torch's `register_comm_hook`.
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
@@ -246,7 +251,7 @@ def convert_parameters(
         if parameter.dtype != dtypes[name]:
             converted.append((name, parameter))
         elif parameter.dtype in SIXTEEN_BIT and not policy.casts_parameters:
-            _refuse_training(name, parameter)
+            _refuse_gradient(parameter, partial(_refuse_16_bit_weight, name))
     if not converted:
         return
     refuse_shared_memory(module, "precision.policy", policy.name)
@@ -259,13 +264,42 @@ def convert_parameters(
         parameter.data = parameter.data.to(dtypes[name])
 
 
-def _refuse_training(name: str, parameter: nn.Parameter) -> None:
-    """Refuse the gradient of a frozen 16-bit parameter, in the backward that computes it."""
+def refuse_unfreezing(module: nn.Module) -> None:
+    """Refuse later gradients of parameters that are frozen when DDP wraps a module on many ranks.
+
+    DDP does not reduce them. The backward that computes one raises a `ConfigError`, unless the
+    parameter was copied or sharded, or this function was called again after it was unfrozen.
+    """
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    sharded = any(is_dtensor(parameter) for parameter in module.parameters())
+    wraps = dist.is_initialized() and dist.get_world_size() > 1 and not sharded
+    for name, parameter in module.named_parameters():
+        if former := _unreduced.pop(parameter, None):
+            former.remove()
+        # Quantized weights are integers, which have no gradients.
+        frozen = parameter.is_floating_point() and not parameter.requires_grad
+        if wraps and frozen and name not in ignored:
+            _unreduced[parameter] = _refuse_gradient(parameter, partial(_refuse_unreduced, name))
+
+
+def _refuse_gradient(
+    parameter: nn.Parameter, refuse: Callable[[Tensor], None]
+) -> RemovableHandle | None:
+    """Refuse the gradient of a frozen parameter, in the backward that computes it."""
     if parameter.is_inference():  # it cannot be trained
-        return
+        return None
     parameter.requires_grad_(True)  # otherwise torch refuses hooks
-    parameter.register_post_accumulate_grad_hook(partial(_refuse_16_bit_weight, name))
+    handle = parameter.register_post_accumulate_grad_hook(refuse)
     parameter.requires_grad_(False)
+    return handle
+
+
+def _refuse_unreduced(name: str, _: Tensor) -> None:
+    problem = (
+        "was frozen when DDP wrapped the model, so its gradient is not reduced over ranks; unfreeze"
+        " it before prepare, setup or fit, or call that again with the unwrapped model"
+    )
+    raise ConfigError("model", name, problem)
 
 
 def _refuse_16_bit_weight(name: str, parameter: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -626,6 +627,29 @@ def test_16_bit_weights_that_are_unfrozen_later_are_refused() -> None:
                 continue
             with pytest.raises(ConfigError, match=r"'0.*bfloat16.*call float\(\) on its module"):
                 accelerator.backward(loss)
+
+
+@ranks(2)
+def test_weights_that_are_unfrozen_after_prepare_are_refused() -> None:
+    """DDP does not reduce their gradients, unless it wraps the model again."""
+    for prepares_again in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator()
+        model: Any = make_model()
+        model[0].requires_grad_(False)
+        model = accelerator.prepare(model)
+        copied = copy.deepcopy(model.module).requires_grad_(True)
+        accelerator.backward(copied(batch(0, 0)).square().mean())
+        model.requires_grad_(True)
+        if prepares_again:
+            model = accelerator.prepare(accelerator.unwrap_model(model))
+        loss = model(batch(0, dist.get_rank())).square().mean()
+        if prepares_again:
+            accelerator.backward(loss)
+            assert same_on_all_ranks([parameter.grad for parameter in model.parameters()])
+            continue
+        with pytest.raises(ConfigError, match=r"model = '0.*: was frozen.*unfreeze it before pre"):
+            accelerator.backward(loss)
 
 
 @pytest.mark.parametrize(

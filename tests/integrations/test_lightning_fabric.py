@@ -89,6 +89,7 @@ def test_lightning_fabric_trains_under_policies(tmp_path: Path) -> None:
     _check_mixed_up_calls()
     _check_what_lightning_does()
     _check_models_that_contradict_the_policy()
+    _check_weights_that_are_unfrozen_later()
 
 
 def _check_two_optimizers() -> None:
@@ -307,6 +308,22 @@ def _check_models_that_contradict_the_policy() -> None:
         fabric.backward(model(batch(0, rank())).float().sum())
         with pytest.raises(ConfigError, match=problem):
             optimizer.step()
+
+
+def _check_weights_that_are_unfrozen_later() -> None:
+    """DDP does not reduce their gradients; FSDP2 does."""
+    strategies = {"DDP": "ddp", "FSDP2": sharding(MixedPrecisionPolicy())}
+    for name, strategy in strategies.items():
+        fabric, net = make_fabric(MixedPrecision("fp32", "cpu"), strategy), make_net()
+        net[0].requires_grad_(False)
+        model = fabric.setup_module(net)
+        net.requires_grad_(True)
+        loss = per_sample(model, batch(0, rank())).mean()
+        if name == "FSDP2":
+            fabric.backward(loss)
+            continue
+        with pytest.raises(ConfigError, match=r"model = '0.*: was frozen when DDP wrapped"):
+            fabric.backward(loss)
 
 
 @pytest.mark.nightly
