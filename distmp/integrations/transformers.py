@@ -197,6 +197,15 @@ class TrainerMixin(_TrainerBase):
         self._report_non_finite(share)
         return share
 
+    def prediction_step(self, *positional: Any, **arguments: Any) -> Any:
+        """Evaluate a batch; its loss is the mean of the batch.
+
+        Transformers would multiply it by the number of ranks, also if the model does not divide by
+        the labels of all ranks.
+        """
+        with mock.patch.object(self.args, "average_tokens_across_devices", False):
+            return super().prediction_step(*positional, **arguments)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log numbers of the trainer, the skipped steps and the loss scale."""
         if "loss" in logs:

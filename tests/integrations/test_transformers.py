@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import distmp
 from benchmarks.figures import ROOT
@@ -108,6 +110,26 @@ def test_gradients_agree_with_global_mean(tmp_path: Path) -> None:
         Trainer(llama(), alone)
     _check_data_without_length(tmp_path, samples=[10, 6])
     _check_sharded(tmp_path)
+
+
+@ranks(2)
+def test_loss_of_evaluation_is_mean_of_batch_means(tmp_path: Path) -> None:
+    """As on a single rank, also if the model ignores the number of labels."""
+    from distmp.integrations.transformers import Trainer
+
+    for name, (build, loss, targets, keywords, _) in CASES.items():
+        data = Sentences(8, targets)
+        made = Trainer(
+            model=build(),
+            args=arguments(tmp_path, per_device_eval_batch_size=2),
+            eval_dataset=data,
+            **keywords,
+        )
+        before = copy.deepcopy(made.model).double()
+        batches = [default_collate([data[index], data[index + 1]]) for index in range(0, 8, 2)]
+        wanted = [reference(before, [batch], loss)[0] for batch in batches]
+        found = made.evaluate()["eval_loss"]
+        assert found == pytest.approx(sum(wanted) / len(wanted), rel=1e-6), name
 
 
 @pytest.mark.nightly
