@@ -233,10 +233,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 and if ranks outside of `group` hold shards of a gradient; and for a closure, unless
                 the scaler is disabled.
         """
-        if self._enabled and args:
-            refuse_closure(args[0])
+        if self._enabled:
+            refuse_closure(args[0] if args else kwargs.pop("closure", None))
         self._record_call("step")
-        if self._enabled and "closure" not in kwargs:
+        if self._enabled:
             self._check_scale_growth_tracker("step")
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is not OptState.STEPPED:
@@ -804,7 +804,8 @@ def refuse_closure(closure: object) -> None:
     """
     problem = (
         "the optimizer would step with its gradients while they are multiplied by the loss scale; "
-        "call closure() yourself, and then step() without it"
+        "call closure() yourself, and then step() without it. Optimizers that need it, such as "
+        "LBFGS, cannot be used with a loss scale; use a bf16 policy, or a scaler with enabled=False"
     )
     require(closure is None, "closure", brief(closure), problem)
 

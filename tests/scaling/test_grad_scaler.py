@@ -158,7 +158,6 @@ def misuse(scaler: Scaler, optimizer: torch.optim.Optimizer) -> Iterator[Callabl
     yield scaler.update
     yield lambda: scaler.update(torch.ones(2))
     yield lambda: scaler.update(torch.ones(1, requires_grad=True))
-    yield lambda: scaler.step(optimizer, closure=lambda: None)
     scaler.unscale_(optimizer)
     yield lambda: scaler.unscale_(optimizer)
     yield lambda: pickle.dumps(scaler)
@@ -182,18 +181,27 @@ def test_misuse_raises_what_torch_raises(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_positional_closure_is_refused(scales: bool) -> None:
+def test_closure_is_refused(scales: bool) -> None:
     """The optimizer would call it after the gradients were unscaled, and step with scaled ones."""
     scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
     if scales:
         scaler.scale(torch.ones(()))
-    with pytest.raises(ConfigError, match=r"closure = 'function': .*call closure\(\) yourself"):
-        scaler.step(optimizer, lambda: None)
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer, None)
+    problem = r"closure = 'function': .*call closure\(\) yourself.*LBFGS, cannot be used with"
+    for call in (
+        lambda: scaler.step(optimizer, lambda: None),
+        lambda: scaler.step(optimizer, closure=lambda: None),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            call()
+    for arguments, keywords in (((None,), {}), ((), {"closure": None})):
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer, *arguments, **keywords)
+        scaler.update()
     calls: list[int] = []
-    DistributedGradScaler(enabled=False).step(optimizer, lambda: calls.append(1))
-    assert calls == [1]
+    disabled = DistributedGradScaler(enabled=False)
+    disabled.step(optimizer, lambda: calls.append(1))
+    disabled.step(optimizer, closure=lambda: calls.append(2))
+    assert calls == [1, 2]
 
 
 @pytest.mark.parametrize(
