@@ -297,7 +297,8 @@ def _refuse_gradient(
 def _refuse_unreduced(name: str, _: Tensor) -> None:
     problem = (
         "was frozen when DDP wrapped the model, so its gradient is not reduced over ranks; unfreeze"
-        " it before prepare, setup or fit, or call that again with the unwrapped model"
+        " it before prepare, setup or fit, or call that again with the unwrapped model (in"
+        " Transformers, create a new Trainer)"
     )
     raise ConfigError("model", name, problem)
 
