@@ -565,12 +565,16 @@ class Fp32GradBuckets:
         """Refuse a loss of parameters that have replaced those of the buckets in the model."""
         if self._observed is None and version_counters(self._leaf.buffers) != versions:
             return  # not the first step, and its backward has added to the buckets
-        leaves, own = leaves_of(loss), {slot.parameter: slot.name for slot in self._slots}
-        outside = outside_of(own, leaves)
-        unused = [name for parameter, name in own.items() if parameter not in leaves]
-        if outside and unused:
-            shape = tuple(outside[0].shape)
-            raise ConfigError("named_parameters", unused[0], OTHER_PARAMETER.format(shape))
+        # A replacement has the shape of what it replaces, unlike most other parameters of a loss.
+        unused = {
+            tuple(slot.parameter.shape): slot.name
+            for slot in reversed(self._slots)
+            if slot.parameter.requires_grad and not slot.has_gradient
+        }
+        own = {slot.parameter for slot in self._slots}
+        for parameter in outside_of(own, leaves_of(loss)) if unused else ():
+            if name := unused.get(shape := tuple(parameter.shape)):
+                raise ConfigError("named_parameters", name, OTHER_PARAMETER.format(shape))
 
     def _added_in_place(self, unhooked: list[_Slot]) -> list[_Slot]:
         """Return the parameters whose next gradient autograd adds to their view of the bucket."""

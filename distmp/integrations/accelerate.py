@@ -151,8 +151,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             logger.warning("precision %s: %s", self.policy.name, unused)
         self._switches = ExitStack()
         if rules is not None:
-            # Of the losses before the first step.
-            self._leaves = WeakTensorKeyDictionary()
+            # Gradients outside of prepared models that have the loss scale, with their versions, by
+            # the parameters that losses before the first step use.
+            self._scaled = WeakTensorKeyDictionary()
             self._switches.callback(_watch_steps(self))
             self.native_amp = True  # accelerate does not set it on the CPU
             self.scaler = DeferredGradScaler(self.device.type, rules, max_consecutive_skips)
@@ -221,7 +222,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.policy.loss_scale is not None:
             first = self.scaler._latest_found_inf is None
             if first:
-                self._leaves.update(leaves_of(loss))
+                others = leaves_of(loss).keys() - self._parameters_of_models()
+                self._scaled.update(dict.fromkeys(others))
+            for leaf in [*self._scaled]:
+                if leaf.grad is not None:
+                    self._scaled[leaf] = weakref.ref(leaf.grad), leaf.grad._version
             for optimizer in self._optimizers:
                 optimizer.watch_gradients(first)
 
@@ -236,7 +241,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _clip(self, clip: Callable[..., Any], clipped: Any, *positional: Any, **named: Any) -> Any:
         # Old gradients of an optimizer with a backward of its own would take part in the decision.
         clipped = [clipped] if isinstance(clipped, Tensor) else list(clipped)
-        having = [o for o in self._optimizers if not {*clipped}.isdisjoint(parameters(o))]
+        members = {*clipped}
+        having = [each for each in self._optimizers if not members.isdisjoint(parameters(each))]
         with mock.patch.object(self, "_optimizers", having):
             return clip(clipped, *positional, **named)
 
@@ -267,15 +273,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if optimizer in unscaled or not self.scaler.has_scaled_gradients:
             return
         # With FSDP, the parameters of models are no leaves of the loss.
-        trained = {p for model in self._models for p in model.parameters()}.union(self._leaves)
+        trained = self._parameters_of_models()
         # An optimizer may be inside of another one.
         known = {parameter for each in unscaled for parameter in parameters(each)}
-        own = {parameter for parameter in parameters(optimizer) if parameter.grad is not None}
-        scaled = (trained & own) - known
+        own = {p for p in parameters(optimizer) if p.grad is not None} - known
+        scaled = [
+            parameter for parameter in own if parameter in trained or self._is_scaled(parameter)
+        ]
         # torch creates optimizer states by a step with a learning rate of 0.
         moves = scaled and any(group.get("lr", 1) for group in optimizer.param_groups)
         problem = "its gradients are multiplied by the loss scale; pass it to accelerator.prepare"
         require(not moves, "optimizer", type(optimizer).__name__, problem)
+
+    def _parameters_of_models(self) -> set[nn.Parameter]:
+        return {parameter for model in self._models for parameter in model.parameters()}
+
+    def _is_scaled(self, parameter: Tensor) -> bool:
+        """Return whether a gradient outside of the models is that of the latest scaled backward."""
+        seen, version = self._scaled.get(parameter) or (lambda: None, 0)
+        gradient = seen()
+        return gradient is not None and gradient is parameter.grad and gradient._version == version
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)

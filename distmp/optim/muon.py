@@ -43,7 +43,7 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 FSDP1 = (
-    "needs the shapes of matrices, but {!r} is a shard of FSDP1, which has none; use FSDP2 "
+    "needs the shapes of matrices, but {!r} is managed by FSDP1, whose shards have none; use FSDP2 "
     "(fully_shard) with distmp.Engine, or AdamW for the group (muon=False)"
 )
 # The Newton-Schulz iteration of torch.optim.Muon.
@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         fused: Whether to unscale and skip on the device.
 
     Raises:
-        ConfigError: If an argument is out of range, or a tensor has no name or is a shard of FSDP1.
+        ConfigError: If an argument is out of range, or a tensor has no name or is managed by FSDP1.
 
     Example:
         >>> import torch

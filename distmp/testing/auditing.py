@@ -362,7 +362,7 @@ def _usual_weights(step: Step) -> Iterator[float]:
 
 
 def _is_weight_of_losses(text: str, steps: list[Step]) -> bool:
-    """Return whether gradients have the factor by which one backward has multiplied mean losses."""
+    """Return whether gradients have the factor by which one backward has multiplied losses."""
     if " times the" not in text:
         return False
     for step in steps:

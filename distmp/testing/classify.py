@@ -253,8 +253,9 @@ class _Predictions:
         """Return whether a prediction fits some multiples of the wanted gradient by chance."""
         row, column = divmod(label, len(self.factors))
         kind = self.kinds[row]
-        is_product = min(row, column) > 0 and not (kind == "sum" and self.split.is_sum)
-        return is_product or kind == "weighted"
+        of_ranks = self.factors[column][1] * len(self.split.weights) == 1  # DDP's mean of sums
+        is_sum = kind == "sum" and (self.split.is_sum or of_ranks)
+        return kind == "weighted" or (min(row, column) > 0 and not is_sum)
 
     def summed(self, names: Iterable[str]) -> Array:
         """Return the products of several parameters together, those that were measured."""

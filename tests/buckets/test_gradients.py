@@ -343,6 +343,22 @@ def test_other_trainable_parameters_may_take_part_in_the_loss() -> None:
     accumulate(other, [lambda: critic(model(torch.ones(WIDTH))).sum()])
 
 
+def test_parameters_may_be_unused_beside_other_trainable_ones() -> None:
+    model, critic = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), nn.Linear(WIDTH, 1)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    model[0].requires_grad_(False)
+    accumulate(buckets, [lambda: critic(model[1](torch.ones(WIDTH))).sum()] * 2)
+    accumulate(buckets, [lambda: critic(torch.ones(WIDTH)).sum()])
+
+
+def test_parameters_may_be_used_in_reentrant_checkpoints() -> None:
+    model, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    inputs = torch.ones(WIDTH, requires_grad=True)
+    loss = lambda: critic(checkpoint(model, inputs, use_reentrant=True)).sum()
+    accumulate(buckets, [loss] * 2)
+
+
 @pytest.mark.parametrize("small", [0, WIDTH**2])
 def test_step_starts_with_zero_gradients(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
     monkeypatch.setattr(gradients, "SMALL_ELEMENTS", small)

@@ -454,9 +454,13 @@ def test_parameters_outside_of_a_model_need_a_prepared_optimizer() -> None:
         optimizer.step()
         accelerator.backward((model(batch(1, 0)) - center).square().mean())
     assert center.item() == 0
+    other.zero_grad()
+    center.square().sum().add(center.sum()).backward()  # not scaled
+    other.step()
+    assert center.item() == pytest.approx(-0.1)
     other = accelerator.prepare(other)
     other.step()
-    assert center.item() != 0
+    assert center.item() == pytest.approx(-0.1 - 0.1 / RULES.init, abs=1e-3)
 
 
 @ranks(1)

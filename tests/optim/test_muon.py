@@ -302,7 +302,7 @@ def test_flat_shards_of_fsdp1_are_refused() -> None:
             nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=use_orig_params
         )
         named = [*model.named_parameters()]
-        with pytest.raises(ConfigError, match=r"is a shard of FSDP1.*use FSDP2 \(fully_shard\)"):
+        with pytest.raises(ConfigError, match=r"is managed by FSDP1.*use FSDP2 \(fully_shard\)"):
             Muon(named)
         assert not Muon([{"params": named, "muon": False}]).matrices
 

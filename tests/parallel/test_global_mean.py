@@ -384,6 +384,10 @@ def test_a_loss_sum_that_does_not_depend_on_the_model_is_refused() -> None:
         assert "such as model(inputs).sum() * 0 for a microbatch without samples" in message
     with torch.no_grad():
         distmp.global_mean(torch.zeros(()), 0, wrapped)
+    wrapped.eval()
+    distmp.global_mean(torch.zeros(()), 0, wrapped)
+    wrapped.train().requires_grad_(False)
+    distmp.global_mean(wrapped(FULL[None]).sum(), 1, wrapped)
 
 
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {

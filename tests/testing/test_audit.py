@@ -500,6 +500,19 @@ def test_microbatches_of_one_backward_on_two_ranks() -> None:
         optimizer.zero_grad()
 
 
+@ranks(2)
+def test_a_mean_times_its_samples_is_a_sum_on_two_ranks() -> None:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(dist.get_rank())
+    with distmp.audit(model, optimizer) as audit:
+        for _ in range(2):
+            multiplied(model, 1, 6.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (kinds(audit.report), audit.report.exit_code) == (["sum"], 1), str(audit.report)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_scale_of_a_scaler_that_is_gone_is_found(clips: bool) -> None:
     model = small()
