@@ -291,8 +291,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _is_scaled(self, parameter: Tensor) -> bool:
         """Return whether a gradient outside of the models is that of the latest scaled backward."""
         seen, version = self._scaled.get(parameter) or (lambda: None, 0)
-        gradient = seen()
-        return gradient is not None and gradient is parameter.grad and gradient._version == version
+        gradient = parameter.grad
+        return gradient is not None and (id(gradient), gradient._version) == (id(seen()), version)
 
     def _check_model(self, model: nn.Module) -> None:
         check_parameters(model, self.policy)

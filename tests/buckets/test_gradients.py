@@ -355,8 +355,7 @@ def test_parameters_may_be_used_in_reentrant_checkpoints() -> None:
     model, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
     inputs = torch.ones(WIDTH, requires_grad=True)
-    loss = lambda: critic(checkpoint(model, inputs, use_reentrant=True)).sum()
-    accumulate(buckets, [loss] * 2)
+    accumulate(buckets, [lambda: critic(checkpoint(model, inputs, use_reentrant=True)).sum()] * 2)
 
 
 @pytest.mark.parametrize("small", [0, WIDTH**2])
