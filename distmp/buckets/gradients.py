@@ -70,17 +70,13 @@ from distmp.buckets.layout import (
 )
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
-from distmp.buckets.used_parameters import (
-    UsedParameters,
-    leaves_of,
-    outside_of,
-    weights_used_once,
-)
+from distmp.buckets.used_parameters import UsedParameters, weights_used_once
 from distmp.distributed.collectives import exchange_groups, has_native_reduce_scatter
 from distmp.distributed.comparison import check_same, describe_parameters
 from distmp.distributed.failing_together import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError, require
 from distmp.scaling.norms import CHUNK, chunk_norms
+from distmp.utils.autograd import other_parameters
 from distmp.utils.tensor_trees import version_counters
 
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
@@ -388,8 +384,8 @@ class Fp32GradBuckets:
 
         Raises:
             TrainingError: If other code has set a `.grad`.
-            ConfigError: In the first step, or if backward has computed no gradient of a parameter
-                of the buckets: if the loss uses other parameters instead of some of them.
+            ConfigError: In the first step, or after a backward that adds to no bucket: if the loss
+                uses another parameter, of the same shape, in place of one of the buckets.
         """
         # In a microbatch, the parameters whose gradients no hook of the user reads.
         unhooked: list[_Slot] = []
@@ -572,7 +568,7 @@ class Fp32GradBuckets:
             if slot.parameter.requires_grad and not slot.has_gradient
         }
         own = {slot.parameter for slot in self._slots}
-        for parameter in outside_of(own, leaves_of(loss)) if unused else ():
+        for parameter in other_parameters(loss, own) if unused else ():
             if name := unused.get(shape := tuple(parameter.shape)):
                 raise ConfigError("named_parameters", name, OTHER_PARAMETER.format(shape))
 

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from distmp.errors import TrainingError
+from distmp.utils.autograd import autograd_graph
 
 
 class UsedParameters:
@@ -175,8 +177,6 @@ def on_host(values: Tensor) -> Any:
     return values.tolist()
 
 
-# The type of the nodes that add to `.grad`.
-_ACCUMULATE_GRAD: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _GRADIENT_SWITCHES = {"enable_grad", "set_grad_enabled"}
 
 
@@ -189,48 +189,11 @@ def weights_used_once(loss: Tensor) -> set[int]:
     Returns:
         The `id` of each leaf of the graph that only one operation uses, and only once.
     """
-    leaves: set[int] = set()
-    used_repeatedly: set[int] = set()
-    for node in _graph(loss):
-        if type(node) is _ACCUMULATE_GRAD:
-            weight = id(node.variable)
-            (used_repeatedly if weight in leaves else leaves).add(weight)
-        elif _runs_backward(node.__class__):
-            return set()
-    return leaves - used_repeatedly
-
-
-def leaves_of(loss: Tensor) -> dict[Tensor, None]:
-    """Return the leaves of the autograd graph of a loss, in the order of backward."""
-    return {node.variable: None for node in _graph(loss) if type(node) is _ACCUMULATE_GRAD}
-
-
-def outside_of(own: Container[Tensor], leaves: Iterable[Tensor]) -> list[nn.Parameter]:
-    """Return the parameters among leaves that are not among the own, and have no hook.
-
-    In a hook, other buckets, another engine or the user handle the gradient.
-    """
-    return [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, nn.Parameter)
-        and leaf not in own
-        and not leaf._post_accumulate_grad_hooks
-    ]
-
-
-def _graph(loss: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph of a loss, those of leaves once for each use."""
-    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    visited = set(nodes)
-    for node in nodes:  # the loop appends to it
-        yield node
-        for following, _ in node.next_functions:
-            if type(following) is _ACCUMULATE_GRAD:
-                yield following
-            elif following is not None and following not in visited:
-                visited.add(following)
-                nodes.append(following)
+    operations, leaves = autograd_graph(loss)
+    if any(map(_runs_backward, {*map(type, operations)})):
+        return set()
+    uses = Counter(map(id, leaves))
+    return {weight for weight, count in uses.items() if count == 1}
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from distmp.buckets.used_parameters import leaves_of, outside_of
 from distmp.data import IGNORED
 from distmp.engine.outcome import MicrobatchStats
 from distmp.engine.setup import EngineSetup
@@ -17,6 +16,7 @@ from distmp.engine.step_checks import check_weight
 from distmp.errors import listed, require
 from distmp.parallel.global_mean import COARSE, is_coarse, is_mean
 from distmp.precision.policy import dtype_word
+from distmp.utils.autograd import other_parameters
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import checksum, parameter_name
 
@@ -239,7 +239,7 @@ def _loss_warnings(batch: Any, loss: Tensor, weight: Tensor | float) -> Iterator
 
 
 def _outside_of(module: nn.Module, loss: Tensor) -> Iterator[str]:
-    outside = outside_of({*module.parameters()}, leaves_of(loss))
+    outside = other_parameters(loss, {*module.parameters()})
     if outside:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in outside[:3])
         yield (

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distmp.buckets.used_parameters import leaves_of
 from distmp.distributed.rank_environment import PRECISION_VARIABLE, is_true, wants_cpu
 from distmp.errors import ConfigError, argument_names, nearest, require
 from distmp.integrations.deferred_scaler import DeferredGradScaler
@@ -37,6 +36,7 @@ from distmp.scaling.grad_scaler import refuse_closure
 from distmp.scaling.local_gradients import local_gradients, parameters
 from distmp.scaling.reduced_flags import GradientVersions
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules, unused_rules
+from distmp.utils.autograd import leaves_of
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.tensor_trees import refuse_shared_memory
 

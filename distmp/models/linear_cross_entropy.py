@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
-from distmp.quantization.linear import refuse_second_derivatives
+from distmp.utils.autograd import refuse_second_derivatives
 
 Backend = str | Callable[..., Any]
 """Backend of `torch.compile`: its name, or a function."""

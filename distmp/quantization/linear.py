@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distmp.errors import ConfigError
 from distmp.precision.builders import autocast_off
 from distmp.precision.stochastic import uniform
 from distmp.quantization.operands import BLOCK_SIZES, Counts, LayerCounts, Operand, quantize
 from distmp.quantization.products import choose_product
+from distmp.utils.autograd import refuse_second_derivatives
 
 SIZE = 16
 _NO_SECOND = (
@@ -166,13 +166,6 @@ class _LowPrecisionLinear(torch.autograd.Function):
         dw = _weight_gradient(ctx, dy, x) if needs_weight else None
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None
-
-
-def refuse_second_derivatives(problem: str) -> None:
-    """Refuse `create_graph=True` in a backward whose own derivatives would be missing or wrong."""
-    # While torch compiles a backward, gradients are enabled in any case.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise ConfigError("loss", "torch.autograd.grad(..., create_graph=True)", problem)
 
 
 def _input_gradient(ctx: Any, dy: Tensor, weight: Tensor) -> Tensor:
