@@ -270,9 +270,9 @@ def global_mean(
         f"reduction of gradients; pass {NO_SAMPLES} for a microbatch without samples, and "
         "compute a metric under torch.no_grad()"
     )
-    trains = groups and torch.is_grad_enabled() and module.training
-    trains = trains and any(parameter.requires_grad for parameter in module.parameters())
-    require(not trains or loss_sum.grad_fn is not None, "loss_sum", "Tensor", problem)
+    if loss_sum.grad_fn is None and groups and torch.is_grad_enabled() and module.training:
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        require(not trains, "loss_sum", "Tensor", problem)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     counts = Fingerprint(microbatches, math.prod(each.size() for each in groups))
     numbers = (valid_weight(weight, loss_sum.device), loss_sum.detach().sum())

@@ -335,12 +335,14 @@ class Audit:
             if all(step.gradients[name] is None for step in self._steps):
                 self._not_decided(name, "no gradient: unused, or cut off from the loss")
         inputs = [part.batch for s in self._steps for each in s.forwards for part in each.parts]
-        of_ranks = ranks.gather(checksum(inputs, first=None))
+        checked = functools.partial(checksum, first=None)
+        of_ranks = ranks.gather(checked(inputs))
         for same in keys_by_value(dict(enumerate(of_ranks))).values():
             if len(same) > 1:
                 text = f"{rank_names(same)} have the same inputs in every step"
                 self._found.append(GradientMismatch("same_data", ("inputs",), text))
-        self._found += different_weights(trained, self._steps)
+        sums = {n: checked([step.state[n] for step in self._steps]) for n in trained}
+        self._found += different_weights(sums)
 
 
 def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:

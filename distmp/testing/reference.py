@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from distmp.testing.classify import Array, GradientMismatch, SplitResult, mismat
 from distmp.testing.gradients import plain_model, unwrapped
 from distmp.testing.recording import PASS, Draws, Forward, Step, replaced_outputs
 from distmp.utils.generators import generators_kept
-from distmp.utils.tensor_trees import checksum, floating_point_cast, map_tensors, parameter_name
+from distmp.utils.tensor_trees import floating_point_cast, map_tensors, parameter_name
 
 # Returns the sum of the losses of a microbatch, and its weight: its tokens or samples.
 LossSum = Callable[[nn.Module, Any], tuple[Tensor, Any]]
@@ -207,9 +207,12 @@ def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Te
     return total, weight
 
 
-def different_weights(names: Iterable[str], steps: Sequence[Step]) -> list[GradientMismatch]:
-    """Return which weights before the steps differ from rank 0's; every rank has to call it."""
-    sums = {name: checksum([step.state[name] for step in steps], first=None) for name in names}
+def different_weights(sums: Mapping[str, object]) -> list[GradientMismatch]:
+    """Return which weights differ from those of rank 0; every rank has to call it.
+
+    Args:
+        sums: Checksums of the weights before each step, by name.
+    """
     first, *_ = Ranks(None).gather(sums)
     differ = [name for name in sums if sums[name] != first[name]]
     return [mismatch("different_weights", differ)] if differ else []
