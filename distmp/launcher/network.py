@@ -220,6 +220,7 @@ def hosts_store(
 
     Raises:
         ConfigError: If this is the first machine and does not have the address.
+        AddressError: If the interface that has the address is down, or no route leads to it.
     """
     if "is_host" in conf:
         value = conf["is_host"].lower()
@@ -228,6 +229,9 @@ def hosts_store(
         return value in _TRUE, "--rdzv-conf"
     own = network.is_own(address)
     if rank is None:
+        # Linux keeps the local route to an address whose interface is down.
+        if not own and network.source(address) == address:
+            raise AddressError(f"the interface of {address}, an address of this machine, is down")
         return own, f"{address} is {'' if own else 'not '}an address of this machine"
     problem = (
         f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "

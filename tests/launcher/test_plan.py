@@ -236,6 +236,12 @@ def test_missing_route_to_head_is_refused() -> None:
         plan(SECOND, machines=alone)
 
 
+def test_own_address_on_interface_that_is_down_is_refused() -> None:
+    down = replace(network(interfaces={"lo": ("127.0.0.1",)}), source=lambda address: address)
+    with pytest.raises(AddressError, match=r"the interface of 10\.0\.0\.2, .* is down"):
+        plan(LOCAL, UserOptions(nnodes=(2, 2), rdzv_endpoint="10.0.0.2"), machines=down)
+
+
 def test_local_address_of_other_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="no such address"):
         plan(SECOND, UserOptions(local_addr="10.0.0.77"))
