@@ -108,8 +108,8 @@ class Stream:
 
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""
-        # Hugging Face may order shards anew in each epoch, but skips in the order of the first one.
-        reordered = self.epoch > 0 and getattr(self._dataset, "num_shards", 1) > 1
+        # Hugging Face may reorder shards and sources in each epoch, but skips in the first order.
+        reordered = self.epoch > 0 and hasattr(self._dataset, "num_shards")
         if count > 1 and hasattr(self._dataset, "skip") and not reordered:
             self._begin(self._dataset.skip(count - 1))
             # The first read draws as that of the whole pass, whose order it may shuffle, and as

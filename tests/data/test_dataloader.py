@@ -215,16 +215,25 @@ def test_shuffled_hugging_face_stream_resumes_in_any_epoch() -> None:
         assert values(resumed) == (first + second + third)[samples : (samples // 20 + 1) * 20]
 
 
-def test_shards_of_hugging_face_stream_resume_in_any_epoch() -> None:
-    """Hugging Face changes the order of shards in each epoch, also without a shuffle."""
+def shards() -> Any:
+    return rows(x=list(range(17))).to_iterable_dataset(num_shards=3)
 
-    def stream() -> Any:
-        return rows(x=list(range(17))).to_iterable_dataset(num_shards=3)
 
+def interleaved() -> Any:
+    import datasets
+
+    sources = [rows(x=list(range(n, n + 9))).to_iterable_dataset() for n in (0, 100)]
+    options = {"probabilities": [0.5, 0.5], "seed": 3, "stopping_strategy": "all_exhausted"}
+    return datasets.interleave_datasets(sources, **options)
+
+
+@pytest.mark.parametrize("stream", [shards, interleaved])
+def test_sources_of_hugging_face_stream_resume_in_any_epoch(stream: Callable[[], Any]) -> None:
+    """Hugging Face changes the order of shards and sources in each epoch, without a shuffle too."""
     loader = DataLoader(stream(), 4, 2)
     whole = [values(loader) for _ in range(3)]
     expected = [sample for each in whole for sample in each]
-    for samples in range(0, 48, 4):
+    for samples in range(0, len(expected), 4):
         found = values(DataLoader(stream(), 4, 2, first_sample=samples))
         assert found == expected[samples : samples + len(found)]
         assert found
