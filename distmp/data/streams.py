@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
 
 from distmp.data.order import Division
 from distmp.errors import DataError
@@ -179,7 +180,9 @@ class StreamSteps(IterableDataset[Step]):
     compared: bool
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield the steps, without end."""
+        """Yield the steps, without end. The dataset does not see that it is read in a worker."""
+        # Hugging Face draws another order in a worker; with one worker, nothing is to be divided.
+        worker._worker_info = None
         with generators_kept():
             stream = Stream(self.dataset, self.seed, self.division.first_sample)
         for first in self.division.steps():

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 from distmp.data import loading
 from distmp.data.dataloader import DataLoader
@@ -237,6 +237,21 @@ def test_sources_of_hugging_face_stream_resume_in_any_epoch(stream: Callable[[],
         found = values(DataLoader(stream(), 4, 2, first_sample=samples))
         assert found == expected[samples : samples + len(found)]
         assert found
+
+
+class OfWorker(IterableDataset[Any]):
+    """Divides its samples by worker, as the documentation of torch does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from ({"x": n + 0.5 * (worker is not None)} for n in range(first, 20, step))
+
+
+@pytest.mark.parametrize("stream", [shuffled_stream, OfWorker])
+def test_stream_has_the_same_samples_in_a_worker(stream: Callable[[], Any]) -> None:
+    found = [values(DataLoader(stream(), 4, 2, workers=workers)) for workers in (0, 1)]
+    assert found[0] == found[1]
 
 
 def test_skipped_samples_draw_no_random_numbers_of_others() -> None:
