@@ -130,6 +130,8 @@ def steps(
         TorchDataLoader,
         num_workers=workers,
         pin_memory=world is not None and world.device.type == "cuda",
+        # Python 3.14 would start a server, which stop signals end, and pickle the dataset.
+        multiprocessing_context="fork" if workers else None,
         worker_init_fn=_ignore_stop_signals,
         # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),

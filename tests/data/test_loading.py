@@ -109,6 +109,22 @@ def test_workers_ignore_stop_signals() -> None:
     steps.close()
 
 
+def test_workers_are_forked_with_another_default_too() -> None:
+    """Python 3.14 has another one."""
+
+    class Local(Numbers):
+        """Cannot be pickled."""
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        steps = batches(Local(50), workers=1)
+        assert inputs(steps, 1) == inputs(batches(), 1)
+        steps.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 class Failing(Numbers):
     def __getitem__(self, index: int) -> Any:
         raise DataError("file x.txt is gone")
