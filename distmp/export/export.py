@@ -28,6 +28,7 @@ from distmp.export.weights import PREFIX
 from distmp.models import huggingface_files
 from distmp.models.adapters import exported_name, is_adapter
 from distmp.precision.policy import DTYPE_WORDS
+from distmp.utils.dtypes import dtype_name
 from distmp.utils.files import check_directory_name
 
 logger = logging.getLogger("distmp")
@@ -81,14 +82,14 @@ class CheckpointWeights:
         self.checkpoint.load({self._stored[name]: tensor})
         if self._is_beyond_range(name, tensor):
             raise CheckpointError(
-                f"{name!r} of {self.checkpoint} has values beyond the range of float16; use bf16 "
-                "or fp32"
+                f"{name!r} of {self.checkpoint} has values beyond the range of "
+                f"{dtype_name(self.dtype)}; use bf16 (up to 3.38e38) or fp32"
             )
         return tensor
 
     def _is_beyond_range(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a finite value is infinite in FP16; masks are infinite on purpose."""
-        if self.dtype != torch.float16 or not tensor.isinf().any():
+        """Return whether a finite value is infinite in the dtype; masks are infinite on purpose."""
+        if self.dtype == torch.float32 or not tensor.isinf().any():
             return False
         stored = torch.empty(tensor.shape, dtype=self.checkpoint.tensors[self._stored[name]][1])
         self.checkpoint.load({self._stored[name]: stored})

@@ -280,12 +280,15 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(1e6)})
     with pytest.raises(ConfigError, match="did you mean 'fp16'"):
         export(path, tmp_path / "new", "fp15")
-    with pytest.raises(CheckpointError, match="beyond the range of float16"):
+    with pytest.raises(CheckpointError, match="beyond the range of float16;"):
         export(path, tmp_path / "new", "fp16")
+    path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(torch.finfo(torch.float32).min)})
+    with pytest.raises(CheckpointError, match=r"beyond the range of bfloat16; .* or fp32$"):
+        export(path, tmp_path / "new", "bf16")
     # Infinities of the checkpoint are exported as they are.
     mask = torch.tensor([0.0, -math.inf])
     path = checkpoint(tmp_path / "run", {"model/a": mask})
-    for dtype in ("fp32", "fp16"):
+    for dtype in ("fp32", "bf16", "fp16"):
         assert export(path, tmp_path / dtype, dtype).path == path
         assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()
 
