@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,7 +180,8 @@ def write_directory(
         writes: Whether this rank writes.
 
     Raises:
-        CheckpointError: If they cannot be written, on the rank that writes them.
+        CheckpointError: If they cannot be written, on the rank that writes them, also
+            because another process has begun to write the directory.
     """
     ordered = {
         file: in_file_order({name: weights.specs[name] for name in names})
@@ -221,21 +224,35 @@ def _check_replaceable(directory: Path) -> None:
         )
 
 
+def _unused(target: Path) -> Path:
+    """Return a new name for an unfinished directory."""
+    return target.parent / f".{target.name}.{secrets.token_hex(4)}.writing"
+
+
+def _remove_unfinished(target: Path) -> None:
+    """Remove what killed processes left; one that still writes fails."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.????????.writing"):
+        with suppress(OSError):
+            # Renamed first, because the process that writes it could give it the final name.
+            shutil.rmtree(left.rename(_unused(target)), ignore_errors=True)
+
+
 @contextmanager
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yield a new directory that replaces `directory` at the end, and is removed after an error."""
     target = directory.resolve()  # a symbolic link stays
-    temporary = target.parent / f".{target.name}.writing"
+    temporary = _unused(target)
     replaced = target.parent / f".{target.name}.replaced"
     try:
         _check_replaceable(directory)
-        shutil.rmtree(temporary, ignore_errors=True)
+        exists = target.exists()
+        _remove_unfinished(target)
         temporary.mkdir(parents=True)
         yield temporary
         # Without it a power failure may leave empty files under the new name.
         for path in (*temporary.iterdir(), temporary):
             synchronize(path)
-        if target.exists():
+        if exists:
             # Kept until the new one has its name: a removal can fail or be interrupted.
             shutil.rmtree(replaced, ignore_errors=True)
             target.rename(replaced)
@@ -243,6 +260,8 @@ def _replacing(directory: Path) -> Iterator[Path]:
         synchronize(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"cannot write {directory}: {error}") from error
+        lost = isinstance(error, FileNotFoundError) and not temporary.exists()
+        problem = "another process has begun to write it; name another one" if lost else error
+        raise CheckpointError(f"cannot write {directory}: {problem}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

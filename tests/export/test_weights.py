@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -264,6 +267,48 @@ def test_replaced_weights_are_kept_until_new_ones_have_their_name(
     assert stored() == [4.0]
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_one_of_two_exports_to_a_directory_succeeds(tmp_path: Path, replaces: bool) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def export(weights: type[EngineWeights], value: float) -> None:
+        state = {"model/a": torch.tensor(value)}
+        write(tmp_path / "weights", weights(state, keep=True), None, torch.float32)
+
+    class Second(EngineWeights):
+        def read(self, name: str) -> Tensor | None:
+            begun.set()
+            assert ended.wait(60)
+            return super().read(name)
+
+    with ThreadPoolExecutor() as pool:
+
+        class First(EngineWeights):
+            def read(self, name: str) -> Tensor | None:
+                pool.submit(export, Second, 2.0)
+                assert begun.wait(60)
+                return super().read(name)
+
+        if replaces:
+            export(EngineWeights, 0.0)
+        try:
+            with pytest.raises(CheckpointError, match="another process has begun to write it"):
+                export(First, 1.0)
+        finally:
+            ended.set()
+    assert load_file(tmp_path / "weights" / "model.safetensors")["a"] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_only_unfinished_directories_of_the_same_name_are_removed(tmp_path: Path) -> None:
+    others = {".weights.20261130.0123abcd.writing", ".weights.20261130.replaced"}
+    for name in (*others, ".weights.0123abcd.writing"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    exported(tmp_path / "weights")
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "weights"}
+
+
 def test_files_are_on_disk_before_the_directory_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +326,8 @@ def test_files_are_on_disk_before_the_directory_gets_its_name(
     monkeypatch.setattr(os, "fsync", written)
     exported(tmp_path / "weights")
     assert sorted(events[:2]) == ["config.json", "model.safetensors"]
-    assert events[2:] == [".weights.writing", "renamed", tmp_path.name]
+    assert fnmatch(events[2], ".weights.*.writing")
+    assert events[3:] == ["renamed", tmp_path.name]
 
 
 def test_symbolic_link_to_weights_is_kept(tmp_path: Path) -> None:
