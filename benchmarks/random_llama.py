@@ -24,6 +24,8 @@ class RandomWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
+    is_collective = False
+
     def __init__(self, values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -57,6 +57,8 @@ class CheckpointWeights:
     ema: bool = False
     adapters: bool = False
 
+    is_collective = False
+
     def __post_init__(self) -> None:
         # The name in the checkpoint of each tensor.
         self._stored = _names_below(PREFIX, self.checkpoint)

@@ -77,7 +77,13 @@ _SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
 class Weights(Protocol):
-    """Tensors that are read when they are needed."""
+    """Tensors that are read when they are needed.
+
+    Attributes:
+        is_collective: Whether all ranks read each tensor together, also after an error.
+    """
+
+    is_collective: bool
 
     @property
     def specs(self) -> Mapping[str, Tensor]:
@@ -195,7 +201,7 @@ def write_directory(
                     write_file(temporary / file, specs, islice(values, len(specs)))
                 write_rest(temporary)
     finally:
-        for _ in values:  # the other ranks read them together with this one, also after an error
+        for _ in values if weights.is_collective else ():  # the other ranks read them, too
             pass
 
 

@@ -48,6 +48,8 @@ class EngineWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
+    is_collective = True
+
     def __init__(self, state: Mapping[str, Tensor], *, keep: bool) -> None:
         self._keep = keep
         self._state = under(PREFIX, state)

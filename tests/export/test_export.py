@@ -18,7 +18,7 @@ from benchmarks.memory import EXACT_MALLOC
 from distmp import cli
 from distmp.checkpoint import saving
 from distmp.errors import CheckpointError, ConfigError
-from distmp.export.export import export
+from distmp.export.export import CheckpointWeights, export
 from distmp.export.files import write
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import described
@@ -291,6 +291,17 @@ def test_export_function_raises_distmp_errors(tmp_path: Path) -> None:
     for dtype in ("fp32", "bf16", "fp16"):
         assert export(path, tmp_path / dtype, dtype).path == path
         assert load_file(tmp_path / dtype / "model.safetensors")["a"].tolist() == mask.tolist()
+
+
+def test_failed_export_reads_no_further_weights(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", {"model/a": torch.ones(1), "model/b": torch.ones(1)})
+    with (
+        mock.patch("distmp.export.files.write_file", side_effect=OSError("disk full")),
+        mock.patch.object(CheckpointWeights, "read") as read,
+        pytest.raises(CheckpointError, match="disk full"),
+    ):
+        export(path, tmp_path / "weights")
+    assert read.call_count == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5"])
