@@ -66,7 +66,7 @@ class Engine:
             applied updates.
         device: The device to train on; None uses the GPU of this rank if there is one.
         initialize: Whether to compute the initial values of parameters on the meta device. With
-            False they are NaN until a state is loaded.
+            False those in the state dict are NaN until a state is loaded.
         settings: Fields of `EngineConfig`, which override those in `config`: `policy`, `strategy`,
             `max_norm`, ...
 

@@ -26,7 +26,7 @@ from distmp.models.loss import computes_loss
 from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.parallel import ParallelConfig
 from distmp.parallel.build_strategy import build_strategy, resolve_strategy
-from distmp.parallel.materialize import InitialValues, initial_values, not_a_number
+from distmp.parallel.materialize import InitialValues, initial_values
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import make_deterministic, prepare_cublas
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -59,7 +59,7 @@ def build_model(
     Args:
         model: A module, or a function that returns it; see `distmp.Engine`.
         world: The ranks, all of which have to call this.
-        initialize: Whether to compute initial values; with False they are NaN.
+        initialize: Whether to compute initial values; with False those in the state dict are NaN.
 
     Raises:
         ConfigError: If it is no model, or a function whose parameters cannot be deferred.
@@ -75,9 +75,7 @@ def build_model(
         raise ConfigError("model", name, f"the constructor {problem}") from error
     check_model(module)
     assert isinstance(module, nn.Module)
-    if not initialize:
-        return module, not_a_number(module), seed
-    return module, initial_values(module, seed, world.device), seed
+    return module, initial_values(module, seed, world.device, initialize=initialize), seed
 
 
 def return_logits(model: nn.Module) -> list[nn.Module]:

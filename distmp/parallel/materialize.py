@@ -33,24 +33,39 @@ BUILD_WHOLE = (
 SET_IN_CONSTRUCTOR = "set them in the constructor, for example with torch.nn.init"
 
 
-def initial_values(module: nn.Module, seed: int, device: torch.device | None) -> InitialValues:
+def initial_values(
+    module: nn.Module, seed: int, device: torch.device | None, *, initialize: bool = True
+) -> InitialValues:
     """Return the initial values of the tensors of a module that are on the meta device.
 
     Args:
         module: The module.
         seed: Seed of random values, the same on all ranks.
         device: Keeps the generator of this device too, see `generators_kept`.
+        initialize: Whether to compute those that the state dict holds; with False they are NaN or
+            0, and have to be loaded before the first step.
 
     Raises:
-        ConfigError: If the values of a tensor are unknown.
+        ConfigError: If the values of a tensor to be computed are unknown.
     """
-    if not any(held.tensor.is_meta for held in held_tensors(module)):
-        return nothing_to_compute
+    views = {held.name: held.tensor for held in held_tensors(module) if held.tensor.is_meta}
+    # By identity, as a load fills them: a hook may rename the entries.
+    loaded = set() if initialize else {*map(id, module.state_dict(keep_vars=True).values())}
+    computed = {name for name, view in views.items() if id(view) not in loaded}
+    if not computed:
+        return lambda name, device: _not_a_number(views[name], device)
     remedy = SET_IN_CONSTRUCTOR if is_recorded(module) else BUILD_WHOLE
     try:
-        return recording_of(module, seed, device).compute
+        recording = recording_of(module, seed, device, computed)
     except NotDeferrableError as error:
         raise ConfigError("model", type(module).__name__, f"{error}; {remedy}") from error
+
+    def compute(name: str, device: torch.device) -> Tensor:
+        if name not in computed:
+            return _not_a_number(views[name], device)
+        return recording.compute(name, device)
+
+    return compute
 
 
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:
@@ -58,17 +73,10 @@ def nothing_to_compute(name: str, device: torch.device) -> Tensor:
     raise KeyError(name)
 
 
-def not_a_number(module: nn.Module) -> InitialValues:
-    """Return NaN as initial values, for a module whose values are loaded before the first step."""
-    views = {held.name: held.tensor for held in held_tensors(module) if held.tensor.is_meta}
-
-    def compute(name: str, device: torch.device) -> Tensor:
-        view = views[name]
-        value = math.nan if view.is_floating_point() else 0
-        # One value in memory: a shard does not need the full tensor.
-        return torch.full((), value, dtype=view.dtype, device=device).expand(view.shape)
-
-    return compute
+def _not_a_number(view: Tensor, device: torch.device) -> Tensor:
+    """Return NaN or 0 in the shape of a tensor, as one value in memory: a shard needs no more."""
+    value = math.nan if view.is_floating_point() else 0
+    return torch.full((), value, dtype=view.dtype, device=device).expand(view.shape)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import hashlib
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -436,7 +436,12 @@ def describe_initial_values(module: nn.Module) -> dict[str, str]:
     return _recordings[module].describe() if module in _recordings else {}
 
 
-def recording_of(module: nn.Module, seed: int, device: torch.device | None = None) -> Recording:
+def recording_of(
+    module: nn.Module,
+    seed: int,
+    device: torch.device | None = None,
+    names: Collection[str] | None = None,
+) -> Recording:
     """Return how the tensors of a module on the meta device get their initial values.
 
     Args:
@@ -444,6 +449,7 @@ def recording_of(module: nn.Module, seed: int, device: torch.device | None = Non
             set by `reset_parameters` of the modules that hold them.
         seed: Seed of the initial values, if `build_deferred` has not built the module.
         device: Keeps the generator of this device too, see `generators_kept`.
+        names: Names of the tensors whose values have to be known; None for all.
 
     Raises:
         NotDeferrableError: If values are unknown; it names the tensors.
@@ -455,7 +461,9 @@ def recording_of(module: nn.Module, seed: int, device: torch.device | None = Non
                 _record_reset(name, part, recording)
         _recordings[module] = recording
     recording = _recordings[module]
-    if unknown := [name for name, view in recording.views.items() if not recording.is_set(view)]:
+    views = recording.views
+    needed = views if names is None else [name for name in views if name in names]
+    if unknown := [name for name in needed if not recording.is_set(views[name])]:
         raise NotDeferrableError(f"nothing sets the initial values of {listed(unknown)}")
     return recording
 

@@ -16,7 +16,7 @@ from distmp.engine.engine import Engine
 from distmp.engine.setup import build_model
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.parallel.materialize import materialize, materialize_shards, not_a_number
+from distmp.parallel.materialize import initial_values, materialize, materialize_shards
 from distmp.utils.deferred import build_whole
 from tests.ranks import in_turn, ranks, run_ranks
 from tests.reference import assert_same_bits, gathered, sum_of_squares
@@ -191,7 +191,8 @@ def test_buffers_that_modules_share_stay_shared() -> None:
     first, second = nn.BatchNorm1d(3, device="meta"), nn.BatchNorm1d(3, device="meta")
     second.running_mean = first.running_mean
     module = nn.Sequential(first, second)
-    materialize(module, not_a_number(module), torch.device("cpu"), parameters=False)
+    values = initial_values(module, 0, None, initialize=False)
+    materialize(module, values, torch.device("cpu"), parameters=False)
     assert first.running_mean is second.running_mean
     assert not any(buffer.is_meta for buffer in module.buffers())
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -294,6 +295,24 @@ class Forgotten(nn.Module):
 def test_constructor_without_initial_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"values of gain; set them in the constructor, for ex"):
         Engine(lambda: Forgotten(), next_token, sgd, policy="fp32")
+
+
+class Unloaded(nn.Module):
+    """Has a parameter without an initial value, and a buffer that is not in the state dict."""
+
+    def __init__(self, ends: Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3))
+        self.register_buffer("ends", ends, persistent=False)
+
+
+def test_only_values_that_are_loaded_need_no_initial_one() -> None:
+    options: dict[str, Any] = {"policy": "fp32", "initialize": False}
+    engine = Engine(lambda: Unloaded(torch.arange(70_000)), next_token, sgd, **options)
+    assert torch.equal(engine.model.ends, torch.arange(70_000))
+    assert engine.model.gain.isnan().all()
+    with pytest.raises(ConfigError, match="sets the initial values of ends; set them in the con"):
+        Engine(lambda: Unloaded(torch.empty(3)), next_token, sgd, **options)
 
 
 def test_a_constructor_that_cannot_be_recorded_is_named() -> None:

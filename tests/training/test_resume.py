@@ -27,7 +27,7 @@ from distmp.training import components
 from distmp.training.trainer import Trainer
 from distmp.utils.settings import from_mapping
 from tests.marks import nightly
-from tests.ranks import ranks, run_ranks
+from tests.ranks import in_turn, ranks, run_ranks
 from tests.reference import CLASSES, INPUTS, Classifier, assert_same_bits, snapshot
 
 HERE = "tests.training.test_resume"
@@ -227,6 +227,33 @@ def test_resumed_bits_agree_with_uninterrupted_run(names: list[str], tmp_path: P
 def test_data_workers_change_no_bit(tmp_path: Path) -> None:
     workers = {"data": {"options": {"augmented": True}, "workers": 1}}
     interrupted(tmp_path, AUGMENTED, workers)
+
+
+def outside_of_the_state_dict() -> dict[str, Tensor]:
+    size = 70_000  # the trainer builds smaller ones at once
+    keep, rates = torch.ones(size, dtype=torch.bool), torch.full((size,), 0.5)
+    return {"keep": keep, "positions": torch.arange(size), "rates": rates}
+
+
+class Masked(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in outside_of_the_state_dict().items():
+            self.register_buffer(name, value, persistent=False)
+
+
+@ranks(2)
+@in_turn("strategy", ["ddp", "fsdp"])
+def test_buffers_outside_of_the_state_dict_have_their_values(strategy: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"model": {"name": f"{HERE}:Masked"}, "strategy": strategy}
+    run, weights = tmp_path / strategy, tmp_path / f"{strategy}-weights"
+    first = train(configuration(run, steps=3, **values))
+    first.engine.export(weights)
+    resumed = train(configuration(run, steps=6, resume="auto", **values))
+    values["model"]["weights"] = str(weights)
+    started = train(configuration(tmp_path / f"{strategy}-started", steps=3, **values))
+    for trainer in (first, resumed, started):
+        assert_same_bits(dict(trainer.engine.model.named_buffers()), outside_of_the_state_dict())
 
 
 # With a changed configuration.
