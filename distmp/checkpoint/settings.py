@@ -23,7 +23,7 @@ class Retention:
             window is kept permanently; 0 keeps none.
         best: Step of the best checkpoint so far, which `state.json` of the new one names; None for
             none. It is kept for as long as one of the latest checkpoints names it: a rollback to
-            that one needs it again.
+            that one needs it again. If its save failed, the best one before it is kept.
         continued_from: Step from which this run continued; inf if it did not. A checkpoint of a
             later step that a new one replaces is set aside.
     """
@@ -46,7 +46,8 @@ class Retention:
         ordered = sorted(steps)
         healthy = [step for step in ordered if step not in unhealthy]
         latest = {*ordered[-1:], *healthy[-self.last :]}
-        named = {best[step] for step in latest if step in best}
+        bests = {*steps} & {*best.values()}
+        named = {max((b for b in bests if b <= best[s]), default=s) for s in latest & best.keys()}
         wanted = latest | named | self.permanent(healthy)
         return [step for step in ordered if step not in wanted]
 

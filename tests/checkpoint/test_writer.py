@@ -372,6 +372,17 @@ def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_failed_save_of_best_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+    with make_writer(tmp_path, keep=1) as writing:
+        for step in (1, 2, 3, 4):
+            writing.best_step = min(step, 2)
+            with pytest.MonkeyPatch.context() as patch:
+                if step == 2:
+                    patch.setattr(storage, "publish", _disk_full)
+                writing.save(step, {"a": torch.ones(1)}, {}, wait=True)
+    assert [*listing.checkpoints(tmp_path)] == [1, 4]
+
+
 @pytest.mark.parametrize("reported", ["is_due", "finish"])
 def test_save_failure_is_reported_at_next_step(
     reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -346,6 +346,7 @@ def test_retention_keeps_only_best_in_addition() -> None:
         ({6: 3, 7: 7}, [1, 2, 4, 5]),  # a rollback to 6 needs 3
         ({5: 3, 6: 6, 7: 6}, [1, 2, 3, 4, 5]),
         ({7: 9}, [1, 2, 3, 4, 5]),
+        ({2: 2, 4: 4, 5: 4, 7: 9}, [1, 2, 3, 5]),  # the save of step 9 failed
     ):
         assert Retention(last=2).surplus(range(1, 8), (), best) == expected
 
