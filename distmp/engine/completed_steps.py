@@ -106,16 +106,20 @@ class CompletedSteps:
         self.is_checked = False
         self._parts = parts
         self._explain = explain
-        self._skips = SkipMessages(
-            scale_is_dynamic=parts.state.loss_scale.floor is not None,
-            explains=parts.setup.config.attribution,
-        )
         self._most_skips = parts.setup.config.max_consecutive_skips
         checks = parts.setup.config.first_step_checks
         self._modes = parts.modes if checks else None
         # Low-precision layers, until it is known which of them are called.
         self._layers = parts.setup.low_precision_matmuls.layers if checks else None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget earlier steps: a load has replaced the state that they left."""
         self._previous: StepOutcome | None = None
+        self._skips = SkipMessages(
+            scale_is_dynamic=self._parts.state.loss_scale.floor is not None,
+            explains=self._parts.setup.config.attribution,
+        )
 
     def warnings(self, outcome: StepOutcome) -> Iterator[str]:
         """Yield warnings about the latest completed step; every rank has to call it.

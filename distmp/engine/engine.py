@@ -488,6 +488,8 @@ class Engine:
         """
         self._calls.counts["engine.load_state_dict"] += 1
         self._state.finish(live)
+        self._completed.forget()
+        self._replays.recent.clear()
         self._other_optimizer.accept_writes()
         self.holds_average = False
         self.loads += 1

@@ -1078,6 +1078,17 @@ def test_a_device_that_is_not_waited_for_is_read_one_step_later(
         engine.step([spoiled()])
 
 
+def test_steps_before_a_load_are_not_those_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineSetup, "host_waits", False)
+    engine = make(max_consecutive_skips=3)
+    engine.step([pair()])
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    before = [engine.step([spoiled()]) for _ in range(3)]
+    engine.load_state_dict(state)
+    assert not engine.step([pair()]).numbers.skipped
+    assert engine.explain(before[-1]) is None
+
+
 @ranks(2)
 def test_only_rank_0_warns_and_all_ranks_look_for_the_cause() -> None:
     engine = make(strategy="ddp")
