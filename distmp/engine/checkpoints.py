@@ -160,6 +160,7 @@ class Saves:
         compared |= {"directory": str(directory), "keep": repr(keep), "wait": repr(bool(wait))}
         check_same(self._world.group, self._world.device, compared)
         self.finish()
+        _finish_others(location)
         step, tensors, held, health = StateToSave.of(engine)
         self.writer.redirect(location, retention)
         if not wait:
@@ -205,6 +206,13 @@ class Saves:
     def _log(self, message: str) -> None:
         if self._world.rank == 0:
             logger.error("%s", message)
+
+
+def _finish_others(directory: Path | None = None) -> None:
+    """Wait for saves of other engines, which may be deleted, to a directory; None for any."""
+    for writer in [each for each in _writing if directory in (None, each.directory)]:
+        writer.finish()
+        _writing.discard(writer)
 
 
 def _finish_all() -> None:
@@ -266,6 +274,7 @@ def load(
     """Load a checkpoint, see `Engine.load`; None if there is none. Collective over all ranks."""
     compared = {"directory": str(directory), "optimizer": repr(bool(optimizer))}
     check_same(engine.world.group, engine.world.device, compared)
+    _finish_others()
     checkpoint = recovery.resolve(
         str(directory), Path(), setting="directory", missing_ok=missing_ok
     )

@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from distmp.checkpoint import saving
+from distmp.checkpoint import saving, storage
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.data.dataloader import DataLoader
@@ -29,6 +30,7 @@ from distmp.engine.settings import EmaConfig
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.export.weights import load_weights
 from distmp.train import main
+from tests.checkpoint import listing
 from tests.checkpoint.sealing import seal
 from tests.parallel.sharding import sharded
 from tests.ranks import in_turn, ranks, run_ranks
@@ -597,6 +599,37 @@ def test_the_end_of_the_process_waits_for_saves(tmp_path: Path) -> None:
 
 def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.1)
+
+
+def test_save_of_a_deleted_engine_is_finished_before_its_directory_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, prepare, write = threading.Event(), storage.prepare, FileSystemWriter.write_data
+
+    def prepare_next(directory: Path, step: int) -> Path:
+        path = prepare(directory, step)
+        if step == 2:
+            prepared.set()
+        return path
+
+    def write_later(*args: Any, **options: Any) -> Any:
+        prepared.wait(0.5)
+        return write(*args, **options)
+
+    monkeypatch.setattr(storage, "prepare", prepare_next)
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_later)
+    for directory in (tmp_path / "saved", tmp_path / "loaded"):
+        prepared.clear()
+        engine = make_engine()
+        train(engine, 1, ONE_RANK)
+        engine.save(directory, wait=False)
+        del engine
+        other = make_engine()
+        if directory.name == "loaded":
+            assert other.load(directory) == {"step": 1}
+        train(other, 2, ONE_RANK)
+        other.save(directory)
+        assert 1 in listing.checkpoints(directory)
 
 
 def test_the_tensors_of_another_step_are_refused(tmp_path: Path) -> None:
