@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -118,6 +119,25 @@ def test_average_agrees_with_full_weights(kind: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[n]) for n, value in full(engine.state_dict()).items())
     assert all(torch.equal(value, result[name]) for name, value in whole(average.values).items())
     average.update()
+
+
+@ranks(1)
+def test_average_of_last_healthy_checkpoint_is_kept(tmp_path: Path) -> None:
+    found = run_example("EMA of the weights", tmp_path)
+    heading = "Save and resume the average"
+    resume = compile(example(heading).replace(", 10)", ", 18)"), heading, "exec")
+
+    def inputs(*shape: int) -> Tensor:
+        good = not 3 <= len(steps) < 13
+        steps.append(good)
+        return torch.randn(shape) if good else torch.full(shape, torch.nan)
+
+    steps: list[bool] = []
+    found["torch"] = SimpleNamespace(randn=inputs)
+    with pytest.warns(RuntimeWarning, match="10 steps in a row were skipped"):
+        exec(resume, found)  # steps 6 to 8, and 10 that are skipped
+    exec(resume, found)
+    assert found["saved"] == {"step": 6, "average": "runs/averaged/average/step-000006"}
 
 
 @pytest.mark.nightly
