@@ -164,6 +164,27 @@ def test_rollback_passes_over_checkpoints_of_abandoned_run(tmp_path: Path) -> No
 
 
 @ranks(1)
+def test_rollback_of_abandoned_branch_stays_in_it(tmp_path: Path) -> None:
+    checkpoints, bad = tmp_path / "run" / "checkpoints", [samples_of(9)[5]]
+
+    def weight(name: str) -> Tensor:
+        value = torch.empty(8, 6)
+        StoredCheckpoint(checkpoints / name).load({"model/0.weight": value})
+        return value
+
+    often = ("--checkpoint.every=2", "--checkpoint.keep=10")
+    run(tmp_path, *often, "--steps=6", poisoned=bad)
+    back = f"--resume={checkpoints / 'step-000002'}"
+    run(tmp_path, *often, back, "--steps=6", "--optim.lr=0.01", poisoned=bad)
+    abandoned = weight("step-000004.abandoned")
+    assert not torch.equal(weight("step-000004"), abandoned)
+    back = f"--resume={checkpoints / 'step-000004.abandoned'}"
+    found = run(tmp_path, *ROLLBACK, back, "--checkpoint.every=100", "--steps=10", poisoned=bad)
+    assert (found.progress.rollbacks, found.progress.rolled_back_to) == (1, 4)
+    assert torch.equal(weight("step-000004"), abandoned)
+
+
+@ranks(1)
 def test_rollback_with_another_optimizer_than_the_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, "--steps=4", "--optim.name=adamw", poisoned=[])
     other = ("--optim.name=sgd", "--optim.options={momentum: 0.9}", "--resume-force=true")

@@ -16,6 +16,7 @@ from torch import Tensor
 from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.checkpoint.manifest import Health
+from distmp.checkpoint.storage import final_path
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.failing_together import describe
 from distmp.distributed.progress import SAVING, current_phase
@@ -58,8 +59,10 @@ class Checkpointing(Callback):
         if run.checkpoint is not None:
             # After a dangerous change, a rollback goes back to what this run has saved.
             same_run = not changes_since(run.checkpoint.state.numbers, run.fingerprint).dangerous
-            saved = same_run and run.directory.owns(run.checkpoint.path)
-            self.writer.resumed(run.progress.step, saved=saved)
+            step, path = run.progress.step, run.checkpoint.path
+            # One under another name, such as an abandoned one, is of another branch of the run.
+            own = final_path(run.directory.checkpoints, step).resolve()
+            self.writer.resumed(step, saved=same_run and path.resolve() == own)
         # The step after which this process started.
         self._first_step = run.progress.step
         # The step after which `keep` has requested a save.
