@@ -153,6 +153,21 @@ def test_run_without_update_fails_and_has_no_healthy_checkpoint(
     assert "can be used" in capsys.readouterr().err
 
 
+class EndsEarly(Callback):
+    """Ends the run after a step whose checkpoint is saved first."""
+
+    def on_step_end(self, trainer: TrainingLoop, result: StepResult) -> None:
+        if result.step == 4:
+            trainer.finish_early("a reason")
+
+
+def test_step_that_was_saved_before_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"--model.loss={__name__}:not_a_number", f"--callbacks={__name__}:EndsEarly"]
+    assert train(*options) == 1
+    assert "; there is no healthy checkpoint in " in capsys.readouterr().err
+    assert str(marks()[4]).startswith("all 4 steps were skipped")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", [nightly("fp32"), "bf16"])
 def test_damaged_weights_do_not_replace_healthy_checkpoints(

@@ -144,6 +144,7 @@ class Checkpointing(Callback):
             current_phase.enter(SAVING, transfers=True)
             step, tensors, numbers, held, health = self._state(trainer)
             marked = health._replace(problem=health.problem or problem.partition(";")[0])
+            self.writer.overwrite = True  # it may be saved already, as healthy
             self.writer.save(step, tensors, numbers, held, marked, wait=True)
         return trainer.world.ranks.from_rank_0(lambda: _last_healthy(trainer.directory.checkpoints))
 
