@@ -453,10 +453,10 @@ class Engine:
         Ranks may have written to weights that are not sharded a different number of times, as after
         a broadcast, if the values are the same on all ranks now.
         """
-        self._setup.strategy.publish_weights()
-        self._other_optimizer.accept_writes()
-        if self.world.world_size > 1 and not self._setup.is_sharded:
-            with self._calls.call("publish_weights"):
+        with self._calls.call("publish_weights"):
+            self._setup.strategy.publish_weights()
+            self._other_optimizer.accept_writes()
+            if self.world.world_size > 1 and not self._setup.is_sharded:
                 self._parts.accept_equal_writes()
 
     def updated_by_optimizer(self) -> set[str]:
@@ -508,12 +508,13 @@ class Engine:
             CheckpointError: If the state lacks a tensor of this engine, or has another shape or
                 sharding. The engine then refuses `step` and `save` until a load succeeds.
         """
-        check_state(state)
-        live = self.prepare_to_load(
-            {name: (global_shape(value), value.dtype) for name, value in state.items()}
-        )
-        self._state.copy(state, live)
-        self.finish_loading(live)
+        with self._calls.call("load_state_dict"):
+            check_state(state)
+            live = self.prepare_to_load(
+                {name: (global_shape(value), value.dtype) for name, value in state.items()}
+            )
+            self._state.copy(state, live)
+            self.finish_loading(live)
 
     def save(
         self,

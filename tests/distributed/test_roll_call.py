@@ -18,7 +18,7 @@ from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 from tests.ended import look_ended
-from tests.ranks import ranks
+from tests.ranks import in_turn, ranks
 from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
 
 
@@ -120,6 +120,23 @@ def test_failed_call_of_one_rank_fails_next_call() -> None:
         message = r"failed on rank 0 of 2 \(ValueError: no data\) and not at the same point on ev"
         with pytest.raises(TrainingError, match=message):
             calls.check_failed_everywhere("2", problem)
+    dist.barrier()
+
+
+@ranks(2)
+@in_turn("call", ["publish_weights", "load_state_dict"])
+def test_calls_wait_for_other_ranks_before_their_collectives(call: str) -> None:
+    impatient()
+    engine = make_engine(policy="bf16", shard_optimizer=True)
+    train(engine, 1, TWO_RANKS)
+    calls: dict[str, Any] = {
+        "evaluate": lambda: engine.evaluate(microbatches(1, TWO_RANKS[0], dist.get_rank())),
+        "publish_weights": engine.publish_weights,
+        "load_state_dict": lambda: engine.load_state_dict(engine.state_dict()),
+    }
+    own, other = (call, "evaluate") if dist.get_rank() else ("evaluate", call)
+    with pytest.raises(TrainingError, match=rf"waits in engine\.{own}\(.*engine\.{other}\(\)"):
+        calls[own]()
     dist.barrier()
 
 
