@@ -36,7 +36,6 @@ from distmp.precision import PrecisionPolicy
 from distmp.scaling.loss_scale import LossScale
 from distmp.utils.flat_shard import global_shape
 from distmp.utils.processes import return_freed_memory
-from distmp.utils.tensor_trees import checksum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -284,10 +283,7 @@ class Engine:
         if not self.config.first_step_checks or self._calls.counts["engine.step"]:
             return self._checked(microbatches, count)
         if self.world.world_size > 1 and not self._setup.is_sharded:
-            values = self.module.named_parameters()
-            self._calls.weights = {
-                f"values of {n}": f"checksum {checksum(v):08x}" for n, v in values
-            }
+            self._calls.weights = self._parts.weights()
         return self.world.ranks.all_or_own_error(lambda: self._checked(microbatches, count))
 
     def _checked(self, microbatches: Iterable[Any], count: int | None) -> list[Any]:
@@ -452,6 +448,9 @@ class Engine:
 
         Ranks may have written to weights that are not sharded a different number of times, as after
         a broadcast, if the values are the same on all ranks now.
+
+        Raises:
+            ConfigError: On all ranks, if weights that are not sharded differ between ranks.
         """
         with self._calls.call("publish_weights"):
             self._setup.strategy.publish_weights()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.data.dataloader import step_of
 from distmp.data.streams import StreamMicrobatches
@@ -17,12 +17,12 @@ from distmp.distributed import comparison
 from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
+from distmp.engine import rank_consistency
 from distmp.engine.likely_mistakes import EvaluationMode
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
 from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
-from distmp.utils.tensor_trees import checksum
 
 WRITES = "writes to weights (engine.publish_weights() on every rank accepts equal values)"
 
@@ -48,7 +48,7 @@ class EngineCalls:
         source: `StreamMicrobatches.source` of the latest microbatches, which ranks compare, too.
         is_last: Whether the current or latest call has begun the last microbatch of a step, in
             which gradients are reduced.
-        weights: Checksum of each replicated weight before the first step, by name; ranks compare
+        weights: Digest of each replicated weight before the first step, by name; ranks compare
             them in that step.
     """
 
@@ -166,16 +166,20 @@ class EngineParts:
             updates.tensors.writes(),
         )
 
+    def weights(self) -> dict[str, str]:
+        """Return digests of the replicated weights as text by name; the host waits."""
+        module, device = self.setup.strategy.module, self.setup.world.device
+        found = rank_consistency.describe(module, self.state.weights(), device)
+        return {f"values of {name}": text for name, text in found.items()}
+
     def accept_equal_writes(self) -> None:
-        """Reset the number of writes to weights if all ranks hold equal weights."""
-        ranks, updates = self.setup.world.ranks, self.setup.updates
-        if len({*ranks.gather(updates.tensors.writes())}) == 1:
-            return
-        weights: list[Tensor] = [*self.parameters]
-        if not self.setup.config.shard_optimizer:
-            weights += [tensor for _, tensor in self.setup.strategy.optimizer_parameters()]
-        if len({*ranks.gather(checksum(weights))}) == 1:
-            updates.tensors.forget_writes()
+        """Reset the number of writes to weights, whose values have to be equal on all ranks.
+
+        Raises:
+            ConfigError: On all ranks, naming the first weight that differs.
+        """
+        comparison.check_same(self.setup.world.group, self.setup.world.device, self.weights())
+        self.setup.updates.tensors.forget_writes()
 
     def raise_difference(self) -> None:
         """Raise because ranks took a step with different settings; every rank has to call it.

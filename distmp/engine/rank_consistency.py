@@ -77,16 +77,23 @@ def check(engine: Engine, average: Mapping[str, Tensor] | None = None) -> None:
     if world.group is None:
         return
     state = engine.state_dict() | {f"ema/{name}": value for name, value in (average or {}).items()}
-    tensors = _replicated_tensors(engine.module, state)
-    found = digests(tensors, world.device).tolist()
-    described = {
-        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
-        for (name, tensor), digest in zip(tensors.items(), found, strict=True)
-    }
+    described = describe(engine.module, state, world.device)
     try:
         check_same(world.group, world.device, described, ADVICE)
     except ConfigError as error:
         raise TrainingError(f"ranks differ: {error}") from None
+
+
+def describe(
+    module: nn.Module, state: Mapping[str, Tensor], device: torch.device
+) -> dict[str, str]:
+    """Return the replicated tensors of a module and a state as text with digests, by name."""
+    tensors = _replicated_tensors(module, state)
+    found = digests(tensors, device).tolist()
+    return {
+        name: f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} {digest & MASK:016x}"
+        for (name, tensor), digest in zip(tensors.items(), found, strict=True)
+    }
 
 
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
