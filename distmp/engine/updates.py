@@ -15,7 +15,13 @@ from distmp.optim.factories import OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
 from distmp.optim.muon import Muon
 from distmp.optim.optimizer_tensors import OptimizerTensors, set_rounding
-from distmp.optim.state import is_number, number_tensor, prepare_for_device_skip, to_number
+from distmp.optim.state import (
+    is_number,
+    number_tensor,
+    prepare_for_device_skip,
+    start_momentum,
+    to_number,
+)
 from distmp.parallel.matrices import place_matrices, place_shards
 from distmp.parallel.strategy import Strategy
 from distmp.precision import PrecisionPolicy
@@ -142,10 +148,12 @@ class Updates:
 
         The caller counts the step, and then sets `is_complete`.
         """
+        if self.skips_on_device:
+            if self.max_applied == 0 or len(self.optimizer.state) < len(self.names):
+                start_momentum(self.optimizer)  # users have set momentum, or cleared state
+            self.max_applied += 1  # the same bound on ranks with and without hooks
         self.is_complete = False
         decision = self._fit_divisor(decision)
-        if self.skips_on_device:
-            self.max_applied += 1  # the same bound on ranks with and without hooks
         runs_other_code = self.tensors.runs_other_code()
         # Ranks may differ in hooks, but not in the exchanges of an optimizer.
         exchanges = isinstance(self.optimizer, Muon) and self.optimizer.exchanges

@@ -37,9 +37,8 @@ logger = logging.getLogger("distmp")
 def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer unscales and skips on the device, and prepare it for that.
 
-    torch's fused optimizers do, with their attributes `grad_scale` and `found_inf`. Fused SGD does
-    not initialize its momentum when the first step is skipped, and reads it in the next one (torch
-    2.13), so its momentum is set to zero here, which gives the same first update.
+    torch's fused optimizers do, with their attributes `grad_scale` and `found_inf`. For SGD, see
+    `start_momentum`.
 
     If the fused kernel does not support the parameters, the optimizer is switched to another one:
     only that of Adam supports sharded parameters, and that of SGD on CPUs updates 16-bit parameters
@@ -56,17 +55,27 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
+    start_momentum(optimizer)
+    return True
+
+
+def start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Set the momentum of fused SGD to zero where it has none, which gives the same first update.
+
+    Otherwise it is not initialized if the first step with momentum is skipped, and the next one
+    reads it (torch 2.13).
+
+    Raises:
+        ConfigError: For dampening, with which the first update would differ.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        if group["momentum"]:
             dampening = group["dampening"]
             problem = "fused SGD with dampening cannot skip its first step; set fused to false"
-            valid = not (group["momentum"] and dampening)
-            require(valid, "optim.options.dampening", dampening, problem)
-            if group["momentum"]:
-                for parameter in group["params"]:
-                    if "momentum_buffer" not in optimizer.state[parameter]:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return True
+            require(not dampening, "optim.options.dampening", dampening, problem)
+            for parameter in group["params"]:
+                if optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:

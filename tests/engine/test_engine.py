@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -301,6 +302,38 @@ def test_skipped_step_changes_no_state(
     assert last.learning_rate == expected.learning_rate
     assert skipped.loss_scale == 65536
     assert last.loss_scale == (32768 if overflow else 65536)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_that_starts_later_is_zero_after_a_skipped_step(momentum: float) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=momentum, fused=True)
+    engines = [make_engine(optimizer=optimizer) for _ in range(2)]
+    for engine in engines:
+        train(engine, 1, ONE_RANK)
+        engine.optimizer.state.clear()
+        engine.optimizer.param_groups[0]["momentum"] = 0.9
+    with mock.patch.object(torch, "empty_like", partial(torch.full_like, fill_value=math.nan)):
+        assert engines[0].step(bad_batches(0)).numbers.skipped
+    for engine in engines:
+        train(engine, 2, ONE_RANK, first=1)
+    assert_same_bits(trained(snapshot(engines[0])), trained(snapshot(engines[1])))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_dampening_that_is_set_later_is_refused_without_momentum(steps: int) -> None:
+    fused, plain = (make_engine(optimizer=each) for each in (fused_sgd, sgd))
+    for engine in (fused, plain):
+        train(engine, steps, ONE_RANK)
+        engine.optimizer.param_groups[0]["dampening"] = 0.5
+    if steps:
+        for engine in (fused, plain):
+            train(engine, 2, ONE_RANK, first=steps)
+        assert error(weights(fused), weights(plain)) < 1e-6
+        fused.optimizer.state.clear()
+    with pytest.raises(ConfigError, match=r"dampening = 0\.5: .* set fused to false"):
+        train(fused, 1, ONE_RANK)
+    fused.optimizer.param_groups[0]["dampening"] = 0.0
+    train(fused, 1, ONE_RANK)
 
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan, -math.inf])
