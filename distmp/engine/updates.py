@@ -154,15 +154,11 @@ class Updates:
             self.max_applied += 1  # the same bound on ranks with and without hooks
         self.is_complete = False
         decision = self._fit_divisor(decision)
-        runs_other_code = self.tensors.runs_other_code()
-        # Ranks may differ in hooks, but not in the exchanges of an optimizer.
-        exchanges = isinstance(self.optimizer, Muon) and self.optimizer.exchanges
-        if self.skips_on_device and (exchanges or not runs_other_code):
-            divides = self._rounds or runs_other_code
-            if divides:
+        if self.skips_on_device and not self.tensors.runs_other_code():
+            if self._rounds:
                 self._divide_gradients(decision)
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
-            self.optimizer.grad_scale = None if divides else decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None if self._rounds else decision.grad_scale  # type: ignore[attr-defined]
             # Without it, a kernel less for each step count. On CPUs the host knows it.
             known = decision.found_inf.device.type == "cpu" and not cpu_number(decision.found_inf)
             self.optimizer.found_inf = None if known else decision.found_inf  # type: ignore[attr-defined]
@@ -178,6 +174,11 @@ class Updates:
             self._divide_gradients(decision)
             self._strategy.prepare_optimizer_grads()
             self.tensors.step_in_place()
+        elif self.skips_on_device and isinstance(self.optimizer, Muon) and self.optimizer.exchanges:
+            # Ranks may differ in hooks, but not in the exchange of shards.
+            self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
+            self._strategy.prepare_optimizer_grads()
+            self.tensors.exchange()
         self._strategy.check_copies()
         self._strategy.publish_weights()
 

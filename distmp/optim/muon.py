@@ -204,7 +204,7 @@ class Muon(torch.optim.Optimizer):
             ConfigError: If a matrix is a shard, and `shard` has not set how it is divided.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._step_muon()
+        self.step_matrices()
         self._step_adamw()
         return loss
 
@@ -215,7 +215,9 @@ class Muon(torch.optim.Optimizer):
             setattr(self._adamw, name, getattr(self, name, None))
         self._adamw.step()
 
-    def _step_muon(self) -> None:
+    @torch.no_grad()
+    def step_matrices(self) -> None:
+        """Update the matrices; runs no hooks."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf != 0
         work = [

@@ -125,6 +125,12 @@ class OptimizerTensors:
         finally:
             self._is_stepping = False
 
+    def exchange(self) -> None:
+        """Exchange shards of Muon as in a step that is skipped, without hooks."""
+        assert isinstance(self.optimizer, Muon)
+        self.optimizer.step_matrices()
+        self._version = self.versions()
+
     def runs_other_code(self) -> bool:
         """Return whether `step` runs hooks, or a step, of other code than torch and distmp."""
         hooks = chain(
@@ -329,7 +335,7 @@ def build_on_shards(
 
 def _check_elementwise(optimizer: torch.optim.Optimizer, *, quiet: bool) -> None:
     kind = type(optimizer)
-    # Muon exchanges shards; shards consist of whole blocks of AdamW.
+    # Muon exchanges shards; distmp's AdamW updates each element alone.
     bases = (base for base in (*ELEMENTWISE, AdamW, Muon) if issubclass(kind, base))
     if any(inspect.unwrap(kind.step) is inspect.unwrap(base.step) for base in bases):
         return

@@ -168,14 +168,19 @@ def test_a_skipped_step_changes_nothing_on_any_rank(kind: str) -> None:
 
 
 @ranks(2)
-@in_turn("kind", ["ddp", "shard_optimizer", "fsdp"])
-def test_skipped_step_with_a_hook_on_one_rank(kind: str) -> None:
+@in_turn(
+    ("kind", "hooked"), [*itertools.product(["ddp", "shard_optimizer", "fsdp"], [(0,), (0, 1)])]
+)
+def test_skipped_steps_run_no_hooks_on_any_rank(kind: str, hooked: tuple[int, ...]) -> None:
     engine = build(kind)
-    if engine.world.rank == 0:
-        engine.optimizer.register_step_post_hook(lambda *_: None)
-    assert [each.skipped for each in take_steps(engine, 0, 1)] == [False]
-    assert [each.skipped for each in take_steps(engine, 1, 1, float("inf"))] == [True]
-    assert [each.skipped for each in take_steps(engine, 2, 1)] == [False]
+    ran: list[int] = []
+    steps = 0
+    if engine.world.rank in hooked:
+        engine.optimizer.register_step_post_hook(lambda *_: ran.append(steps))
+    for steps, factor in enumerate((float("inf"), 1.0, float("inf"), 1.0)):
+        (numbers,) = take_steps(engine, steps, 1, factor)
+        assert numbers.skipped == (factor != 1)
+    assert ran == ([1, 3] if engine.world.rank in hooked else [])
 
 
 def test_reproducible_updates_are_bitwise_equal_at_any_number_of_ranks() -> None:
