@@ -20,6 +20,8 @@ from torch import Tensor
 from distmp.errors import ConfigError, listed, nearest, require
 from distmp.optim.adamw import match_memory_formats, store
 from distmp.optim.owners import Owners, ShardedMatrix
+from distmp.precision.keep import product_switches
+from distmp.precision.policy import PRESETS
 from distmp.scaling.norms import chunk_norms
 from distmp.scaling.step_decision import PRESCALE
 from distmp.utils.dtypes import is_dtensor, local_values
@@ -71,9 +73,9 @@ class Muon(torch.optim.Optimizer):
         momentum: Nesterov momentum of Muon.
         adjust_lr_fn: How the learning rate of a matrix depends on its shape: "match_rms_adamw", for
             which AdamW's learning rates fit, or "original".
-        ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
-            "bf16", as torch's Muon: faster on GPUs and half the communication, but a difference in
-            the last bit of a gradient changes the update by about 1%.
+        ns_dtype: Dtype of the iterations. "fp32", never TF32: updates agree between numbers
+            of ranks to 1e-5. "bf16", as torch's Muon: faster on GPUs and half the communication,
+            but a difference in the last bit of a gradient changes the update by about 1%.
         adamw: Patterns of the names of matrices that AdamW updates; None: the usual names of
             embeddings and heads. `describe` returns which matrices these are.
         adamw_lr: Learning rate of AdamW; None: `lr`.
@@ -216,8 +218,9 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     @torch.no_grad()
+    @product_switches(PRESETS["fp32"])
     def step_matrices(self) -> None:
-        """Update the matrices; runs no hooks."""
+        """Update the matrices, with FP32 products of full precision; runs no hooks."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf != 0
         work = [

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from distmp.optim import muon
 from distmp.precision import PRESETS, policy
 from distmp.precision.keep import product_switches
 
@@ -99,6 +100,18 @@ def test_matmul_switches_can_be_nested() -> None:
         with product_switches(policy("bf16")):
             assert not matmul.allow_tf32
         assert matmul.allow_tf32
+    assert state() == before
+
+
+def test_muon_has_full_precision_under_all_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[dict[str, Any]] = []
+    monkeypatch.setattr(muon, "orthogonalized", lambda x: (inside.append(state()), x)[1])
+    older_api("medium", True)
+    before = state()
+    weight = torch.ones(3, 4, requires_grad=True)
+    weight.grad = torch.ones(3, 4)
+    muon.Muon([("layer.weight", weight)]).step()
+    assert [(each["products"], each["matmul"]) for each in inside] == [(["ieee"] * 4, "highest")]
     assert state() == before
 
 
