@@ -124,7 +124,9 @@ class MetricSums:
     def _row(self, name: str, result: Any) -> Tensor:
         """Return the sum and the weight of a metric as FP64 [2]."""
         try:
-            total, weight = (torch.as_tensor(value).detach().reshape(()) for value in result)
+            total, weight = (
+                torch.as_tensor(value, dtype=torch.float64).detach().reshape(()) for value in result
+            )
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"validation.metrics.{name}",

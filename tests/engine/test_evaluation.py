@@ -157,14 +157,16 @@ def test_outputs_of_several_calls_are_a_tuple() -> None:
     assert found.metrics["distance"] == pytest.approx(expected)
 
 
-def test_numbers_of_numpy_count_and_negative_weights_give_no_mean() -> None:
+def test_numbers_of_python_and_numpy_count_and_negative_weights_give_no_mean() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
     metrics: dict[str, Any] = {
         "numpy": lambda outputs, batch: (np.float32(1.5), np.int64(3)),
+        "float": lambda outputs, batch: (0.1, 1.0),
         "negative": lambda outputs, batch: (3.0, torch.tensor(-2) if len(outputs) == 4 else 8),
     }
     found = engine.evaluate_metrics([samples(0, 4), samples(1, 2)], metrics).metrics
     assert found["numpy"] == 0.5
+    assert found["float"] == 0.1  # not rounded to FP32
     assert math.isnan(found["negative"])
 
 
