@@ -56,7 +56,7 @@ def hadamard(matrix: Tensor, transform: Tensor) -> Tensor:
 
 def random_transform(device: torch.device) -> Tensor:
     """Return the orthogonal matrix, FP32 [16, 16]; its entries are -1/4 and 1/4."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < SIZE:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix * torch.tensor(_SIGNS) / SIZE**0.5).to(device)

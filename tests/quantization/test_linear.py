@@ -197,6 +197,16 @@ def test_hadamard_transform_is_orthogonal_and_spreads_outliers() -> None:
     assert peak(hadamard(x, transform)) < 0.5 * peak(x)
 
 
+def test_hadamard_transform_does_not_depend_on_the_default_dtype() -> None:
+    expected = random_transform(torch.device("cpu"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = random_transform(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_random_numbers_depend_only_on_key() -> None:
     of = state(NVFP4)
     first, second = run(of), run(of)
