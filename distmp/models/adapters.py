@@ -177,7 +177,7 @@ def _create(model: nn.Module, initialization: bool | str) -> None:
     """Allocate the adapters of a model in FP32, with peft's initial values."""
     for _, layer in _layers(model):
         for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
-            part.weight = nn.Parameter(torch.empty(part.weight.shape))
+            part.weight = nn.Parameter(torch.empty(part.weight.shape, dtype=torch.float32))
         layer.reset_lora_parameters(_ADAPTER, initialization)
 
 

@@ -126,14 +126,17 @@ class Reference:
         for name, tensor in trained.items():
             require(not tensor.is_complex(), f"parameter {name!r}", "complex", problem)
         numbers = torch.zeros(len(step.forwards), 2, dtype=torch.float64)
-        stacked = {name: torch.zeros(len(numbers), t.numel()) for name, t in trained.items()}
+        stacked = {
+            name: numbers.new_zeros(len(numbers), tensor.numel(), dtype=torch.float32)
+            for name, tensor in trained.items()
+        }
         exact = step.compute is torch.float64
         plain = plain_model(self._model, tensors, step.training, casts=not exact)
         draws = self._draws = Draws(self._draws if exact else None)
         with generators_kept(self._device), torch.enable_grad(), plain, draws:
             for index, each in enumerate(step.forwards):
                 weight, factor, others = self._backward(each, cast, exact)
-                numbers[index] = torch.tensor([weight, others])
+                numbers[index] = numbers.new_tensor([weight, others])
                 for name, tensor in trained.items():
                     if tensor.grad is not None:
                         stacked[name][index] = tensor.grad.to_dense().float().ravel().cpu() * factor

@@ -79,6 +79,15 @@ def test_right_steps_have_no_mismatch(options: dict[str, Any]) -> None:
         check_gradient(train_step, make_model(**options), samples())
 
 
+def test_default_dtype_of_torch_is_not_that_of_the_reference() -> None:
+    model = make_model()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_gradient(scripts.token_mean, model, samples())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_batch_norm(training: bool) -> None:
     """Statistics of microbatches are part of the gradient in training mode."""
