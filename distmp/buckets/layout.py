@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from distmp.errors import ConfigError, require
 from distmp.utils.dtypes import is_dtensor
 
-# In elements. Every parameter and every shard starts at a multiple of the blocks of 8-bit optimizer
-# state, and so on a 64-byte boundary, which suits vectorized kernels.
+# In elements. Every parameter and every shard starts at a multiple, which in 16 bits, too, is a
+# 64-byte boundary and suits vectorized kernels.
 ALIGNMENT = 32
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
