@@ -116,6 +116,10 @@ def _raise() -> NoReturn:
     raise ValueError("a fault of the model")
 
 
+def _reset() -> NoReturn:
+    raise RuntimeError("upload to a server failed: Connection reset by peer")
+
+
 def _interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
@@ -168,6 +172,7 @@ def _index() -> None:
 
 _FAULTS = {
     "raise": _raise,
+    "reset": _reset,
     "interrupt": _interrupt,
     "sleep": _sleep,
     "pause": _pause,

@@ -145,9 +145,9 @@ def explain_lost_peers(group: dist.ProcessGroup | None, call: str = "") -> Itera
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, DistmpError) or not is_lost_connection(error):
+        if group is None or isinstance(error, DistmpError) or not is_lost_connection(error):
             raise
-        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         raise lost_peer_error(rank, size, call=call) from error
 
 

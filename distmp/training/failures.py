@@ -104,17 +104,24 @@ def report(environment: RankEnvironment, error: Exception, config: Any = None) -
 
 def _report(environment: RankEnvironment, error: Exception, config: Any) -> int:
     where = f"rank {environment.rank} of {environment.world_size}"
-    if isinstance(error, LostPeerError):
-        return _lost(environment)
+    is_lost = isinstance(error, LostPeerError) or (
+        not isinstance(error, DistmpError) and is_lost_connection(error)
+    )
+    if isinstance(error, LostPeerError) and isinstance(error.__cause__, RuntimeError):
+        error = error.__cause__  # perhaps of a connection to a server
+    if is_lost and environment.world_size > 1 and _has_lost_rank(environment, where, error):
+        wait_to_be_ended()
+        return LOST_PEER_EXIT_CODE
     if isinstance(error, DistmpError):
         return _report_once(environment, error, str(error), str(error), error.exit_code)
-    if environment.world_size > 1 and is_lost_connection(error):
-        return _lost(environment)
     if message := advice(error, config, environment.world_size, str(current_phase.now)):
         return _report_once(environment, error, f"{where} {message}", message, 1)
-    stack = "".join(traceback.format_exception(error)).rstrip()
     cause = f"{type(error).__name__}: {error}"
-    return _report_once(environment, error, f"{where} failed:\n{stack}", cause, 1)
+    return _report_once(environment, error, f"{where} failed:\n{_stack(error)}", cause, 1)
+
+
+def _stack(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _report_once(
@@ -151,18 +158,20 @@ def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) ->
     return environment.local_rank == 0 or not isinstance(error, DistmpError)
 
 
-def _lost(environment: RankEnvironment) -> int:
-    """End because another rank ended; report it only if no rank has reported the cause."""
-    cause = (
-        f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
-        "rank, which left no message"
-    )
+def _has_lost_rank(environment: RankEnvironment, where: str, error: Exception) -> bool:
+    """Return whether another rank ended; report it if no rank has reported the cause.
+
+    If all ranks are on this machine and none has ended, this rank lost a connection of its own.
+    Ranks on other machines may have ended, so the error is printed as well.
+    """
     if not _wait_for_watchdog(
         lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
     ):
-        _print_first(Ending(environment.rank, cause, LOST_PEER_EXIT_CODE))
-    wait_to_be_ended()
-    return LOST_PEER_EXIT_CODE
+        if environment.local_world_size == environment.world_size:
+            return False
+        cause = f"{where} stopped because it lost another rank, which left no message"
+        _print_first(Ending(environment.rank, cause, LOST_PEER_EXIT_CODE), f"\n{_stack(error)}")
+    return True
 
 
 def report_interrupt(environment: RankEnvironment) -> None:
@@ -171,20 +180,20 @@ def report_interrupt(environment: RankEnvironment) -> None:
     _print_first(Ending(environment.rank, cause, INTERRUPTED_EXIT_CODE))
 
 
-def _print_first(ending: Ending) -> None:
+def _print_first(ending: Ending, details: str = "") -> None:
     """Print why this rank ends, unless another rank has reported why the run ends."""
     with contextlib.suppress(dist.DistError):
         if _watchdog is None or _watchdog.end_run(ending):
-            print_message(ending.cause)
+            print_message(ending.cause + details)
 
 
 def _wait_for_watchdog(condition: Callable[[Watchdog], bool]) -> bool:
-    """Wait for a condition up to `MESSAGE_SECONDS`; return whether it holds."""
-    watchdog = _watchdog
-    if watchdog is not None:
-        with contextlib.suppress(dist.DistError):
-            return holds_within(lambda: condition(watchdog), MESSAGE_SECONDS)
-    return False
+    """Wait up to `MESSAGE_SECONDS`; return whether a condition holds, or the store is gone."""
+    if (watchdog := _watchdog) is None:
+        return False
+    with contextlib.suppress(dist.DistError):
+        return holds_within(lambda: condition(watchdog), MESSAGE_SECONDS)
+    return True
 
 
 def wait_to_be_ended() -> bool:

@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant(
         "a rank that another one leaves alone shows gloo's error",
         "distmp/distributed/failing_together.py",
-        "if isinstance(error, DistmpError) or not is_lost_connection(error):",
+        "if group is None or isinstance(error, DistmpError) or not is_lost_connection(error):",
         "if True:",
         "misuse",
     ),

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from distmp.config import RunConfig
+from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, SetupError
@@ -91,6 +92,18 @@ def test_exception_ends_all_ranks_and_is_reported_once(
         if rank is not None:
             assert output.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, output)
             assert done[number].exit_codes[rank] == 1, name
+
+
+def test_lost_connection_to_a_server_is_reported_as_cause(tmp_path: Path) -> None:
+    """All ranks run, so it was none to another rank."""
+    faults = ["1 forward reset", "1 save reset"]
+    jobs = [job(fault, "--checkpoint.every=2") for fault in faults]
+    for done in run_jobs(jobs, tmp_path):
+        assert done.stderr.startswith("distmp: rank 1 of 2 failed:\n"), done
+        assert done.stderr.count("RuntimeError: upload to a server failed: Connection reset") == 1
+        assert "in _reset\n" in done.stderr
+        assert "another rank" not in done.stderr
+        assert done.exit_codes[1] == 1
 
 
 def test_index_out_of_range_names_step_and_line(tmp_path: Path) -> None:
@@ -223,6 +236,11 @@ def test_lost_connection_is_distinguished_from_cause(error: Exception, lost: boo
     assert failures.is_lost_connection(wrapped) is lost
 
 
+def test_single_process_has_no_peer_to_lose() -> None:
+    with pytest.raises(RuntimeError, match=r"^Connection reset by peer$"), explain_lost_peers(None):
+        raise RuntimeError("Connection reset by peer")
+
+
 @pytest.mark.parametrize(
     ("error", "rank", "local_rank", "reports"),
     [
@@ -252,9 +270,10 @@ def test_rank_reports_peer_lost_without_message(
     monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
     monkeypatch.setattr(failures, "MESSAGE_SECONDS", 0.01)
     error = RuntimeError("Connection closed by peer")
-    assert failures.report(RankEnvironment(1, 1, 2, 2), error) == LOST_PEER_EXIT_CODE
+    assert failures.report(RankEnvironment(1, 0, 2, 1), error) == LOST_PEER_EXIT_CODE
     assert capsys.readouterr().err == (
         "distmp: rank 1 of 2 stopped because it lost another rank, which left no message\n"
+        "RuntimeError: Connection closed by peer\n"
     )
 
 
