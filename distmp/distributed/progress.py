@@ -65,7 +65,7 @@ class PhaseTracker:
 
     def restart(self) -> None:
         """Reset to the state of a new process."""
-        self.now = CurrentPhase("setup", 0, time.monotonic(), 0, False, True)
+        self.now = CurrentPhase("setup", 0, time.monotonic(), 0, True, True)
         self.collective = ""
 
     def enter(

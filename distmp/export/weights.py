@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from distmp.distributed.progress import current_phase
 from distmp.errors import ConfigError, keys_by_value, listed
 from distmp.export.files import INDEX
 from distmp.models import adapters
@@ -240,6 +241,7 @@ def _load(state: State, weights: StoredWeights, config: TransformerConfig | None
         raise weights.error(f"does not fit the model: {'; '.join(problems)}")
     for opened, names in weights.files():
         for name in state.keys() & names:
+            current_phase.touch()
             for index, part in local_parts(state[name]):
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 

@@ -219,9 +219,9 @@ class Watchdog(RankMonitor):
     def _detect_transfer(self) -> None:
         if self._phase.now.transfers:
             counters = psutil.Process().io_counters()
-            transferred = counters.read_chars + counters.write_chars
-            if transferred - self._transferred > TRANSFER_BYTES:
-                self._transferred = transferred
+            before = self._transferred
+            self._transferred = counters.read_chars + counters.write_chars
+            if self._transferred - before > TRANSFER_BYTES:
                 self._phase.touch()
 
     def _all_are_idle(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from distmp.distributed.progress import current_phase
 from distmp.errors import CheckpointError, ConfigError
 from distmp.export.files import divided, in_file_order, write, write_file
 from distmp.export.running import EngineWeights
@@ -43,6 +44,14 @@ def test_weights_load_from_directory_or_file(tmp_path: Path) -> None:
         model = make_model(0)
         load_weights(model, path)
         assert_same_bits(model.state_dict(), state())
+
+
+def test_loading_weights_counts_as_progress(tmp_path: Path) -> None:
+    """Files are mapped to memory, so that the process reads no bytes."""
+    directory = saved(tmp_path / "weights", state())
+    before = current_phase.now.since
+    load_weights(make_model(0), directory)
+    assert current_phase.now.since > before
 
 
 def test_configuration_of_another_program_is_not_read(tmp_path: Path) -> None:

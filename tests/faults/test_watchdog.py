@@ -298,6 +298,26 @@ def test_transferred_bytes_count_as_progress_in_transfer_phases(tmp_path: Path) 
         assert (phase.now.since > before) is transfers
 
 
+def test_transferred_bytes_count_as_progress_while_a_run_starts(tmp_path: Path) -> None:
+    monitor = watch()
+    monitor._phase.restart()
+    monitor._detect_transfer()
+    before = monitor._phase.now.since
+    (tmp_path / "file").write_bytes(bytes(2 * watchdog.TRANSFER_BYTES))
+    monitor._detect_transfer()
+    assert monitor._phase.now.since > before
+
+
+def test_reads_of_the_watchdog_are_no_progress() -> None:
+    monitor = watch()
+    monitor._phase.enter("saving a checkpoint", transfers=True)
+    monitor._detect_transfer()
+    before = monitor._phase.now.since
+    for _ in range(1000):
+        monitor._detect_transfer()
+    assert monitor._phase.now.since == before
+
+
 def test_stopped_and_continued_process_does_not_hang() -> None:
     monitor = watch()
     phase = monitor._phase
