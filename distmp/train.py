@@ -103,12 +103,9 @@ def _run(
 ) -> int:
     # Imported late: the help and errors in settings do not wait for torch, which takes seconds.
     from distmp.distributed.world import leave_after_error
-    from distmp.parallel.reproducible import prepare_cublas
     from distmp.training import failures
 
     try:
-        if config.reproducible:
-            prepare_cublas()  # before joining the ranks, which initializes CUDA
         with end_with_launcher(), _own_warnings_without_code():
             return work(config, environment)
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ from distmp.distributed.stopping import (
 )
 from distmp.distributed.world import World, join, leave
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
+from distmp.parallel.reproducible import prepare_cublas
 from distmp.telemetry.console import Console
 from distmp.telemetry.rank_log import RankLog
 from distmp.training import failures
@@ -57,6 +58,8 @@ def train_as_rank(
                 failures.wait_to_be_ended()
         return given_up
     config = restarts.configuration(config, environment.rank)
+    if config.reproducible:
+        prepare_cublas()  # before joining the ranks, which initializes CUDA
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
     log.start(f"--- {now}: {who}, pid {os.getpid()}")

@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,14 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp import train
+from distmp.commands.calibrate import command as calibrate
+from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.config import RunConfig
+from distmp.distributed import world
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.engine import setup
 from distmp.engine.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, make_deterministic, prepare_cublas
 from distmp.scaling.settings import LossScaleConfig
-from distmp.train import run_as_rank
+from distmp.training import train_as_rank
+from distmp.training.restarts import Restarts
 from tests.ranks import ranks, run_ranks
 from tests.reference import (
     INPUTS,
@@ -228,13 +233,21 @@ def test_a_run_prepares_cublas_before_it_uses_the_gpu(
 ) -> None:
     found = []
 
-    def work(*_: Any) -> int:
-        found.append(os.environ.get(CUBLAS_VARIABLE))
-        return 0
+    def joining(*_: Any, **__: Any) -> None:
+        found.append(os.environ.pop(CUBLAS_VARIABLE, None))
+        raise JoinedError
 
-    cublas.setattr(train, "end_with_launcher", contextlib.nullcontext)
-    assert run_as_rank([], lambda _: RunConfig(reproducible=reproducible), work) == 0
-    assert found == [":4096:8" if reproducible else None]
+    environment = RankEnvironment()
+    cublas.setattr(world, "join", joining)
+    with pytest.raises(JoinedError):
+        calibrate._calibrate(CalibrationConfig(reproducible=reproducible), environment)
+    # A restart uses the configuration of the first attempt.
+    read, stored = RunConfig(reproducible=not reproducible), RunConfig(reproducible=reproducible)
+    cublas.setattr(Restarts, "configuration", lambda *_: stored)
+    cublas.setattr(train_as_rank, "_join", joining)
+    with contextlib.ExitStack() as stack, pytest.raises(JoinedError):
+        train_as_rank.train_as_rank(mock.Mock(), (), stack, read, environment)
+    assert found == 2 * [":4096:8" if reproducible else None]
 
 
 @pytest.mark.parametrize("initialized", [True, False])

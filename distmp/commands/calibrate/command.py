@@ -26,8 +26,11 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
     # Imported late: the help and errors in settings do not wait for torch.
     from distmp.commands.calibrate import loss_scale, policies
     from distmp.distributed.world import join, leave
+    from distmp.parallel.reproducible import prepare_cublas
     from distmp.precision import resolve
 
+    if config.reproducible:
+        prepare_cublas()  # before joining the ranks, which initializes CUDA
     world = join(environment, timeout_seconds=60 * config.timeout_minutes)
     config = config.with_fixed_formats()
     if world.group is None:
