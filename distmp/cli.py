@@ -14,7 +14,7 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
-from distmp.telemetry.console import discard, open_standard_streams
+from distmp.telemetry.console import discard
 from distmp.utils.units import text_table
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
@@ -41,12 +41,17 @@ _JOBS = ("train", "launch")
 
 def run() -> NoReturn:
     """Run the `distmp` command and exit."""
-    open_standard_streams()
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
+    from distmp.train import run_process  # imports settings, which takes a moment
+
+    run_process(_run_command)
+
+
+def _run_command() -> int:
     try:
         try:
-            code = main()
+            return main()
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -56,9 +61,9 @@ def run() -> NoReturn:
         # fail as well.
         discard(sys.stdout)
         if error.errno == errno.EPIPE:
-            sys.exit(128 + signal.SIGPIPE)
-        sys.exit(f"distmp: the output cannot be written ({error.strerror})")
-    sys.exit(code)
+            return 128 + signal.SIGPIPE
+        sys.stderr.write(f"distmp: the output cannot be written ({error.strerror})\n")
+        return 1
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -125,17 +125,24 @@ def _run(
         failures.stop_watching()
 
 
+def run_process(command: Callable[[], int]) -> NoReturn:
+    """Run a command in a process that has just started, and end with the exit code it returns."""
+    open_standard_streams()
+    # A crash in native code prints where it happened.
+    faulthandler.enable()
+    end_process(command())
+
+
 def end_process(exit_code: int) -> NoReturn:
     """End this rank with an exit code.
 
     If a failure left the process group initialized, the process ends without running destructors:
     gloo's abort the process if other ranks are gone, which would hide the exit code.
     """
-    import torch.distributed as dist
-
     ignore_stop_signals()
     flush_standard_streams()
-    if exit_code and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if exit_code and dist and dist.is_initialized():
         os._exit(exit_code)
     sys.exit(exit_code)
 
@@ -172,7 +179,4 @@ def _own_warnings_without_code() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    open_standard_streams()
-    # A crash in native code prints where it happened.
-    faulthandler.enable()
-    end_process(main())
+    run_process(main)

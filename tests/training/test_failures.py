@@ -211,9 +211,12 @@ def test_rank_that_stops_before_it_connects_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_native_crash_shows_python_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["distmp.train", "distmp train", "distmp calibrate"])
+def test_native_crash_shows_python_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAULT", "0 forward crash")
-    done = run(python("-m", "distmp.train", *faulty_runs.ARGUMENTS), tmp_path)
+    done = run(python("-m", *command.split(), *faulty_runs.ARGUMENTS), tmp_path)
     assert done.returncode == -signal.SIGSEGV
     assert "in _crash\n" in done.stderr
 

@@ -14,7 +14,7 @@ from typing import Any
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.parallel.settings import ShardingConfig
-from distmp.train import end_process, run_as_rank
+from distmp.train import run_as_rank, run_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,4 +52,4 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    run_process(main)
