@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
@@ -121,10 +122,13 @@ class Restarts:
         if self.directory is None:
             return None
         first = self._stored_value("first checkpoint")
-        # Until this job has saved, the directory may contain later checkpoints than the one that
-        # the job started from; the directory of a new run contains only its own.
-        own = ["auto"] if first is None or self._stored_value("saved") else []
-        return own if first is None else [*own, first]
+        if first is None:  # the directory of a new run contains only its own checkpoints
+            return ["auto"]
+        # Until a save of this job has set them aside, the directory may contain later checkpoints
+        # than the one that the job started from.
+        newest = recovery.newest_healthy(self.directory.checkpoints)
+        job = None if newest is None else StoredCheckpoint(newest).state.numbers.get("job")
+        return ["auto", first] if job == self.job() else [first]
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
         """Store the directory and the checkpoint of this attempt. Rank 0 calls it.
@@ -168,10 +172,6 @@ class Restarts:
             job = uuid.uuid4().hex
             self._store_value("job", job)
         return str(job)
-
-    def note_saved(self) -> None:
-        """Store that this job has saved a checkpoint."""
-        self._store_value("saved", True)
 
     def give_up(self, exit_code: int) -> None:
         """Make all later attempts exit immediately, with an exit code."""

@@ -308,7 +308,6 @@ class Trainer(TrainingLoop):
 
     def report_save(self, step: int, seconds: float) -> None:
         """Report a complete checkpoint to all callbacks."""
-        self.restarts.note_saved()
         for callback in self._each("on_save"):
             callback.on_save(self, step, seconds)
 

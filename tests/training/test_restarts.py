@@ -27,6 +27,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
+from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.faults.watchdog import Ending, Watchdog
@@ -38,6 +39,7 @@ from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run import _Builder
 from distmp.training.run_directory import RunDirectory, create_run
 from distmp.training.run_lease import DirectoryChoice, this_job
+from distmp.training.trainer import Trainer
 from tests import elastic, faulty_runs
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
@@ -46,6 +48,7 @@ from tests.ranks import ranks
 from tests.reference import assert_same_bits
 from tests.telemetry.samples import record
 from tests.torchrun import environment, tiny, torchrun
+from tests.training.test_resume import configuration, train
 
 KILLS = 50
 STEPS = 450
@@ -230,7 +233,6 @@ def test_first_attempt_prints_no_message(tmp_path: Path) -> None:
     assert alone.describe_attempt(3) is None
     assert alone.given_up() is None
     alone.begin(RunDirectory(tmp_path), None)
-    alone.note_saved()
 
 
 def test_restarted_run_continues_only_in_its_directory(tmp_path: Path) -> None:
@@ -247,7 +249,6 @@ def test_restarted_run_continues_only_in_its_directory(tmp_path: Path) -> None:
     assert second.directory.path == mine.path
     assert second.resumes() == ["auto"]
     second.begin(mine, None)
-    second.note_saved()
     assert attempt(memory, 2).resumes() == ["auto"]
 
 
@@ -282,24 +283,34 @@ def test_second_run_of_one_process_is_refused() -> None:
 
 def test_restart_before_first_save_uses_original_checkpoint(tmp_path: Path) -> None:
     """A run that resumed from an earlier checkpoint does not jump to a later one."""
-    run = create_run(str(tmp_path / "run"))
-    early = _pretend_checkpoint(run, 10)
-    memory = HashStore()
+    run, memory = create_run(str(tmp_path / "run")), HashStore()
+    early, _ = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 30)
     attempt(memory, 0).begin(run, early)
-    again = attempt(memory, 1)
-    assert again.resumes() == [str(early)]
-    again.note_saved()
+    assert attempt(memory, 1).resumes() == [str(early)]
+    # The process may be killed before its main thread notices that the save has ended.
+    _pretend_checkpoint(run, 20, attempt(memory, 1).job())
     assert attempt(memory, 2).resumes() == ["auto", str(early)]
+
+
+def test_restart_recognizes_checkpoints_of_its_job(tmp_path: Path) -> None:
+    memory, config = HashStore(), configuration(tmp_path / "run", steps=3)
+    train(config)
+    resumed = replace(config, steps=4, resume="auto")
+    console = Console(LogConfig(), quiet=True)
+    run = Trainer(resumed, World.current("cpu"), console, restarts=attempt(memory, 0))
+    (first,) = attempt(memory, 1).resumes() or []
+    assert first.endswith("step-000003")
+    assert run.run(StopSignals())
+    assert attempt(memory, 1).resumes() == ["auto", first]
 
 
 @ranks(2)
 def test_rank_0_selects_checkpoint_of_restart(tmp_path: Path) -> None:
-    """A process of the last attempt may store that it has saved between the reads of two ranks."""
+    """A process of the last attempt may save between the reads of two ranks."""
     rank, run, memory = dist.get_rank(), RunDirectory(tmp_path), HashStore()
-    early, _ = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
+    job = World.current("cpu").ranks.gather(attempt(memory, 0).job())[1]
+    early, _ = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20, job)
     attempt(memory, 0).begin(run, StoredCheckpoint(early))
-    if rank == 1:
-        attempt(memory, 0).note_saved()
     config, console = RunConfig(run_dir=str(tmp_path)), Console(LogConfig(), quiet=True)
     choice = DirectoryChoice(config, this_job("job"), str) if rank == 0 else None
     builder = _Builder(config, World.current("cpu"), console, attempt(memory, 1), choice)
@@ -369,8 +380,9 @@ def test_damaged_restart_record_is_reported_with_line(tmp_path: Path) -> None:
     assert attempt(memory, 2).given_up() == 1
 
 
-def _pretend_checkpoint(run: RunDirectory, step: int) -> Path:
+def _pretend_checkpoint(run: RunDirectory, step: int, job: str = "another job") -> Path:
     assert isinstance(run.checkpoints, Path)
-    found = saving.save(run.checkpoints, step, {"weight": torch.ones(1)}, {"step": step}, keep=9)
+    numbers = {"step": step, "job": job}
+    found = saving.save(run.checkpoints, step, {"weight": torch.ones(1)}, numbers, keep=9)
     assert isinstance(found, Path)
     return found

@@ -46,6 +46,8 @@ class Checkpointing(Callback):
 
     def __init__(self, run: TrainingLoop, states: CallbackStates) -> None:
         self._states = states
+        # A checkpoint stores what rank 0 has, and `Restarts.resumes` looks for it.
+        self._job = run.restarts.job() if run.world.rank == 0 else None
         self.writer = CheckpointWriter(
             run.config.checkpoint,
             run.directory.checkpoints,
@@ -164,6 +166,7 @@ class Checkpointing(Callback):
             **described_optimizer(trainer.engine),
             **trainer.fingerprint,
             **self._states.numbers(),
+            "job": self._job,
         }
         return step, tensors, numbers, held, health
 
