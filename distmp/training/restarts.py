@@ -13,7 +13,7 @@ import os
 import signal
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
 from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError, listed, require
 from distmp.faults.watchdog import ending_of
-from distmp.masking import is_masked, masked
+from distmp.masking import HIDDEN, masked
 from distmp.telemetry.records import RecordError, read_records
 from distmp.training.run_directory import RunDirectory
 from distmp.training.run_fingerprint import to_json
-from distmp.utils.settings import flat, from_mapping
+from distmp.utils.settings import flat, from_mapping, join
 
 logger = logging.getLogger("distmp")
 
@@ -88,19 +88,25 @@ class Restarts:
         Args:
             config: The configuration that this attempt has read.
             rank: The rank of this process.
+
+        Raises:
+            ConfigError: If a setting with a secret in it has changed.
         """
         # On the keys that a former run of this process left in the store, ranks would wait forever.
         started = f"rank {rank} has started attempt {self.count}"
         problem = "this process has trained before; start each run with new processes (torchrun)"
         require(self._stored_value(started) is None, "distmp.train.main", "a second call", problem)
         self._store_value(started, True)
-        now = masked(to_json(config))
+        current = to_json(config)
+        now = masked(current)
         # In the first attempt, each rank keeps its own, which the preflight compares.
         first = self._stored_value("configuration") if self.count > 0 else None
         if first is None and rank == 0:
             self._store_value("configuration", now)
         if first in (None, now):
             return config
+        config = from_mapping(type(config), _revealed(first, now, current))
+        self.checkpoint_path = config.checkpoint.path
         if rank == 0:
             before, after = flat(first), flat(now)
             changed = [name for name in before | after if before.get(name) != after.get(name)]
@@ -109,8 +115,6 @@ class Restarts:
                 "with the first one, and a new job uses the changed one",
                 listed(changed),
             )
-        config = from_mapping(type(config), _revealed(first, asdict(config)))
-        self.checkpoint_path = config.checkpoint.path
         return config
 
     def resumes(self) -> list[str] | None:
@@ -227,11 +231,26 @@ class Restarts:
         return json.loads(self._values.get(key))
 
 
-def _revealed(stored: Any, now: Any) -> Any:
-    """Return stored settings, with the values of `now` in place of hidden ones."""
+def _revealed(stored: Any, now: Any, current: Any, name: str = "") -> Any:
+    """Return stored settings, with the secrets of the current ones in place of hidden ones.
+
+    Args:
+        stored: Settings in which secrets are hidden.
+        now: The current settings, in which secrets are hidden.
+        current: The current settings.
+        name: Dotted name of the setting.
+    """
+    if stored == now:
+        return current
     if isinstance(stored, Mapping) and isinstance(now, Mapping):
-        return {name: _revealed(value, now.get(name)) for name, value in stored.items()}
-    return now if is_masked(stored) else stored
+        parts = {key: (value, now.get(key), current.get(key)) for key, value in stored.items()}
+        return {key: _revealed(*part, join(name, key)) for key, part in parts.items()}
+    if isinstance(stored, list) and isinstance(now, list) and len(stored) == len(now):
+        items = enumerate(zip(stored, now, current, strict=True))
+        return [_revealed(*item, f"{name}[{index}]") for index, item in items]
+    problem = "it has changed since this job started, which does not store secrets; change it back"
+    require(HIDDEN not in str(stored), name, stored, f"{problem}, or start a new job")
+    return stored
 
 
 def _last_step(directory: RunDirectory) -> int:

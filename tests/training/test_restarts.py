@@ -272,6 +272,24 @@ def test_restart_uses_first_configuration(caplog: pytest.LogCaptureFixture) -> N
     assert "changed since this job started (optim.options.eps)" in caplog.text
 
 
+def test_restart_uses_current_secrets_in_lists_and_texts() -> None:
+    def config(power: int, target: str) -> RunConfig:
+        entries = [{"name": "m:C", "options": {"api_key": "k", "power": power}}]
+        return RunConfig(callbacks=(*entries, {"name": "m:D", "options": {"target": target}}))
+
+    memory, first = HashStore(), config(1, "host=db password=abc")
+    attempt(memory, 0).configuration(first, 0)
+    renewed = replace(config(2, "host=db password=new"), steps=9)
+    assert attempt(memory, 1).configuration(renewed, 0) == config(1, "host=db password=new")
+    changed = config(1, "host=other password=abc")
+    message = r"^callbacks\[1\].options.target = 'host=db password=\*\*\*': .*change it back"
+    with pytest.raises(ConfigError, match=message):
+        attempt(memory, 2).configuration(changed, 0)
+    shorter = replace(first, callbacks=first.callbacks[:1])
+    with pytest.raises(ConfigError, match=r"^callbacks = .*which does not store secrets"):
+        attempt(memory, 3).configuration(shorter, 0)
+
+
 def test_second_run_of_one_process_is_refused() -> None:
     """The store has the keys of its first run, on which the ranks would wait forever."""
     memory, config = HashStore(), RunConfig()
