@@ -18,7 +18,6 @@ that is stopped or busy is not lost, nor is a connection that waits for its next
 from __future__ import annotations
 
 import socket
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -93,15 +92,3 @@ def beats(store: Store) -> dict[int, int]:
     """Return the heartbeats of each launcher that has joined, by its number."""
     numbers = range(1, store.add(ROSTER, 0) + 1)
     return {number: store.add(f"distmp/beat/{number}", 0) for number in numbers}
-
-
-def running_launchers(store: Store) -> int:
-    """Return how many launchers run. This takes longer than one interval.
-
-    Args:
-        store: The store of the rendezvous.
-    """
-    before = beats(store)
-    time.sleep(1.5 * INTERVAL_SECONDS)
-    after = beats(store)
-    return sum(after[number] > count for number, count in before.items())

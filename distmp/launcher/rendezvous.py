@@ -110,7 +110,7 @@ def guarded() -> Iterator[None]:
     )
 
     original = c10d_rendezvous_backend.TCPStore  # type: ignore[attr-defined]
-    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    handler, closed = dynamic_rendezvous.DynamicRendezvousHandler, api.RendezvousClosedError
     holder = dynamic_rendezvous._BackendRendezvousStateHolder
     get_world, sanitize = handler._get_world, holder._sanitize
     # The clock of a machine may be set while it runs.
@@ -150,6 +150,8 @@ def guarded() -> Iterator[None]:
         ),
         mock.patch.object(dynamic_rendezvous, "pickle", restricted),
         mock.patch.object(dynamic_rendezvous, "datetime", clock),
+        # After this one, of a machine beyond `--nnodes`, torchrun fails with a traceback.
+        mock.patch.object(dynamic_rendezvous, "RendezvousGracefulExitError", closed),
         mock.patch.object(holder, "_sanitize", sanitize_by_own_clock),
         mock.patch.object(handler, "_get_world", get_full_world),
     ):

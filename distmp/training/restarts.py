@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import uuid
+from base64 import b64decode
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +25,11 @@ from distmp.checkpoint import recovery
 from distmp.checkpoint.loading import StoredCheckpoint
 from distmp.config import RunConfig
 from distmp.distributed import rendezvous_store
-from distmp.distributed.limits import REJOIN_SECONDS, ROSTER, running_launchers
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError, listed, require
 from distmp.faults.watchdog import ending_of
+from distmp.launcher.rendezvous import load_state
 from distmp.masking import HIDDEN, masked
 from distmp.telemetry.records import RecordError, read_records
 from distmp.training.run_directory import RunDirectory
@@ -184,18 +186,20 @@ class Restarts:
     def follows(self, received: Collection[int | None]) -> bool:
         """Return whether torchrun stopped the ranks to start them again with more machines.
 
-        It sends SIGTERM, as a user may do to stop the run. So this checks for waiting launchers.
+        It sends SIGTERM, as a user may do to stop the run. So this looks for machines that torchrun
+        is about to admit; a launcher beyond `--nnodes` is none.
 
         Args:
             received: The signal that each rank has received, if any.
         """
-        machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        if self.store is None or not set(received) <= {None, signal.SIGTERM}:
+        state = f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}"
+        stopped_by_torchrun = {*received} - {None} == {signal.SIGTERM}
+        if self.store is None or not stopped_by_torchrun or not self.store.check([state]):
             return False
-        if self.store.add(ROSTER, 0) <= machines or running_launchers(self.store) <= machines:
-            return False
-        self._store_value(f"cause {self.count}", MORE_MACHINES)
-        return True
+        waiting = bool(load_state(b64decode(self.store.get(state))).wait_list)
+        if waiting:
+            self._store_value(f"cause {self.count}", MORE_MACHINES)
+        return waiting
 
     def given_up(self) -> int | None:
         """Return the exit code if this attempt must exit immediately; None if it may run."""

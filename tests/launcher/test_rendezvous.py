@@ -422,6 +422,20 @@ def test_ranks_do_not_start_on_fewer_machines_than_asked_for(peer_clock: timedel
         machine.handler.shutdown()
 
 
+def test_machine_that_was_not_needed_ends_with_the_run() -> None:
+    """torchrun keeps machines beyond `--nnodes` to replace others."""
+    with guarded(), ThreadPoolExecutor(1) as pool:
+        machine = Machine(timedelta(), 1, 1, join_timeout="30")
+        machine.change(lambda state: setattr(state, "complete", True))
+        joined = pool.submit(machine.handler.next_rendezvous)
+        wait_until(lambda: machine.handler._this_node in machine.state().redundancy_list)
+        machine.change(lambda state: setattr(state, "closed", True))
+        # Not RendezvousGracefulExitError, for which `failures_explained` would come too late.
+        with pytest.raises(api.RendezvousClosedError):
+            joined.result(timeout=60)
+        machine.handler.shutdown()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "options", [("--max-restarts", "1"), nightly(("--standalone",)), nightly(("--nnodes", "1"))]

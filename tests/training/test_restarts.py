@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import signal
@@ -19,6 +20,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from distmp.checkpoint import saving
 from distmp.checkpoint.loading import StoredCheckpoint
@@ -35,7 +38,7 @@ from distmp.optim.settings import OptimizerConfig
 from distmp.telemetry.console import Console
 from distmp.telemetry.records import RecordError, RecordWriter, read_records
 from distmp.telemetry.settings import LogConfig
-from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
+from distmp.training.restarts import MORE_MACHINES, RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run import _Builder
 from distmp.training.run_directory import RunDirectory, create_run
 from distmp.training.run_lease import DirectoryChoice, this_job
@@ -388,6 +391,26 @@ def test_joining_and_leaving_machines_are_no_failures(tmp_path: Path) -> None:
     for count in range(1, 2 * RESTARTS_WITHOUT_GAIN):
         Restarts(memory, count, 9, world_size=1 + count % 2).begin(run, None)
         assert attempt(memory, count).given_up() is None
+
+
+@pytest.mark.parametrize(
+    ("received", "place", "follows"),
+    [
+        ((None, signal.SIGTERM), "wait_list", True),
+        ((None, None), "wait_list", False),  # by `max_minutes` or a callback
+        ((signal.SIGINT, signal.SIGTERM), "wait_list", False),
+        ((signal.SIGTERM,), "redundancy_list", False),  # more than `--nnodes` admits
+    ],
+)
+def test_stopped_run_starts_again_for_machines_that_torchrun_admits(
+    received: tuple[int | None, ...], place: str, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, state = HashStore(), dynamic_rendezvous._RendezvousState()
+    getattr(state, place).add(dynamic_rendezvous._NodeDesc("127.0.0.2", 1, 0))
+    C10dRendezvousBackend(memory, "job").set_state(pickle.dumps(state))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert attempt(memory, 0).follows(received) is follows
+    assert (attempt(memory, 1).cause() == MORE_MACHINES) is follows
 
 
 def test_damaged_restart_record_is_reported_with_line(tmp_path: Path) -> None:
