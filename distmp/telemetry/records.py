@@ -13,7 +13,7 @@ import math
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -137,29 +137,33 @@ class RecordWriter:
         self._buffered.append(_line(record))
         self._flush()
 
-    def rewind(self, last_step: int) -> None:
-        """Drop the records of later steps."""
+    def rewind(self, last_step: int, *new: StepRecord) -> None:
+        """Replace the records of later steps by new ones, atomically."""
         if self._file is not None:
             self._file.close()
         kept = [line for line in self._buffered if json.loads(line)["step"] <= last_step]
-        self._buffered = deque(kept, MAX_BUFFERED)
-        self._file, self._last_kept = None, last_step
+        self._buffered = deque([*kept, *map(_line, new)], MAX_BUFFERED)
+        pending = math.inf if self._last_kept is None else self._last_kept
+        self._file, self._last_kept = None, min(last_step, pending)
         self._flush()
 
     def add_validation(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """Add the numbers of a validation to the record of the last step, if that is `step`."""
         try:
-            last = read_records(self._path)[-1:]
+            buffered = [_record(self._path, 0, line) for line in [*self._buffered][-1:]]
+            last = buffered or read_records(self._path)[-1:]
         except (OSError, RecordError) as error:
             self._warn(f"the validation after step {step} is not recorded: {error}")
             return
         if last and last[0].step == step:
-            self.rewind(step - 1)
             own = dict(metrics) or None
-            self.write(dataclasses.replace(last[0], validation_loss=loss, validation_metrics=own))
+            new = dataclasses.replace(last[0], validation_loss=loss, validation_metrics=own)
+            self.rewind(step - 1, new)
 
     def close(self) -> None:
-        """Close the file; warn if buffered records are lost."""
+        """Write buffered records, or warn that they are lost, and close the file."""
+        if self._buffered:
+            self._flush()
         if self._buffered:
             self._warn(f"{len(self._buffered)} records are lost: cannot write {self._path}")
         if self._file is not None:
@@ -192,7 +196,8 @@ class RecordWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._last_kept is not None and self._path.exists():
-                _drop_later_records(self._path, self._last_kept)
+                _replace_later_records(self._path, self._last_kept, self._buffered)
+                self._buffered.clear()
             self._last_kept = None
             file = FileIO(self._path, "ab")
             self._size = sum(len(line) for _, line in _complete_lines(self._path))
@@ -233,8 +238,8 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
     return [_record(path, number, line) for number, line in _complete_lines(path)]
 
 
-def _drop_later_records(path: Path, last_step: float) -> None:
-    """Keep one record of each step up to the last one."""
+def _replace_later_records(path: Path, last_step: float, new_lines: Iterable[bytes]) -> None:
+    """Keep one record of each step up to the last one, and append others."""
     kept: set[int] = set()
     with replacing(path) as new:
         for number, line in _complete_lines(path):
@@ -242,6 +247,7 @@ def _drop_later_records(path: Path, last_step: float) -> None:
             if step <= last_step and step not in kept:
                 kept.add(step)
                 new.write(line)
+        new.writelines(new_lines)
 
 
 def _complete_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:

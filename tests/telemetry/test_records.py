@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,13 @@ def test_dropping_records_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as context:
         context.setattr(os, "fsync", fail)
         writer = RecordWriter(path, 1, messages.append)
-        writer.write(record(2))
+        write_steps(writer, 2, 3)
+        writer.add_validation(3, 1.5, {})
         assert path.read_bytes() == content
         assert list(path.parent.iterdir()) == [path]
-    writer.write(record(3))
+    writer.write(record(4))
     writer.close()
-    assert _steps(path) == [1, 2, 3]
+    assert written(path) == [(1, None), (2, None), (3, 1.5), (4, None)]
     assert [text.partition(":")[0] for text in messages] == [
         f"cannot write {path}",
         f"step records are written to {path} again",
@@ -293,16 +294,41 @@ def test_late_validation_belongs_to_last_step(path: Path) -> None:
     assert written(path) == [(1, None), (2, 1.5)]
 
 
+def test_kill_while_validation_is_added_loses_no_record(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    writer = RecordWriter(path, 0, pytest.fail)
+    write_steps(writer, 1, 2)
+    with monkeypatch.context() as context, suppress(KeyboardInterrupt):
+        context.setattr(RecordWriter, "_append", kill)
+        writer.add_validation(2, 1.5, {})
+    assert written(path) == [(1, None), (2, 1.5)]
+    writer.close()
+
+
 def test_buffered_records_before_rollback_are_kept(path: Path) -> None:
     path.mkdir()  # cannot be written
     writer = RecordWriter(path, 0, lambda message: None)
     write_steps(writer, 1, 2, 3)
     writer.rewind(2)
-    writer.add_validation(2, 1.5, {})  # lost, but not the record
+    writer.add_validation(2, 1.5, {})
     path.rmdir()
     write_steps(writer, 3)
     writer.close()
-    assert written(path) == [(1, None), (2, None), (3, None)]
+    assert written(path) == [(1, None), (2, 1.5), (3, None)]
+
+
+def test_buffered_records_are_written_at_the_end_of_a_run(path: Path) -> None:
+    path.mkdir()
+    messages: list[str] = []
+    with closing(RecordWriter(path, 0, messages.append)) as writer:
+        write_steps(writer, 1, 2)
+        path.rmdir()
+    assert _steps(path) == [1, 2]
+    assert messages[1:] == [f"step records are written to {path} again"]
 
 
 def test_damaged_line_does_not_end_a_run(path: Path) -> None:
