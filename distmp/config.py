@@ -29,6 +29,7 @@ from distmp.parallel.settings import (
 )
 from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.settings import LogConfig, ProfileConfig
+from distmp.utils import LARGEST_SEED
 from distmp.utils.annotations import HARMLESS, IGNORED, Section, consequential, dangerous
 from distmp.utils.imports import Entry, load_function, parse_entries
 from distmp.utils.settings import flat
@@ -406,7 +407,8 @@ class RunConfig(Section):
 
     def _check_run(self) -> None:
         self._require(1 <= self.steps <= _MAX_STEPS, "steps", f"use 1 to {_MAX_STEPS:,} steps")
-        self._require(0 <= self.seed < 2**63, "seed", "use an integer from 0 to 2^63 - 1")
+        valid = 0 <= self.seed <= LARGEST_SEED
+        self._require(valid, "seed", f"use an integer from 0 to {LARGEST_SEED}")
         valid = Path(self.run_dir).name not in ("", "..")
         self._require(valid, "run_dir", "name a directory of the run's own, such as runs/first")
         self._require(self.resume != "", "resume", "give 'auto', the path of a checkpoint, or null")

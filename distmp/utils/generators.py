@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from distmp.errors import ConfigError
+from distmp.utils import LARGEST_SEED
 
 
 @contextmanager
@@ -64,17 +65,17 @@ def seed_generators(key: str, device: torch.device | None = None) -> None:
 
 
 def check_seed(seed: object) -> None:
-    """Refuse a seed that the generators of torch, numpy and Python do not all take.
+    """Refuse a seed that is not an integer from 0 to `LARGEST_SEED`.
 
     Raises:
         ConfigError: With the value received.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError("seed", seed, "must be an integer from 0 to 2**32 - 1")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError("seed", seed, f"must be an integer from 0 to {LARGEST_SEED}")
 
 
 def seed_all(seed: int) -> None:
     """Seed the default generators of torch on all devices, numpy and Python."""
     torch.manual_seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no others
     random.seed(seed)

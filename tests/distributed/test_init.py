@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import distmp
+from distmp.config import RunConfig
 from distmp.distributed.world import leave
 from distmp.errors import ConfigError
 from tests.ports import reserved_port
@@ -80,11 +81,17 @@ def test_first_call_after_the_group_was_destroyed_seeds_again() -> None:
     assert found == [[True, False, True, False]] * 2
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "0"])
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "0"])
 def test_seeds_out_of_range_are_refused(seed: Any) -> None:
     with pytest.raises(ConfigError, match="must be an integer from 0 to"):
         distmp.init(device="cpu", seed=seed)
     distmp.init(device="cpu", seed=0)  # nothing has been remembered
+
+
+def test_largest_seed_of_a_run_seeds_all_generators() -> None:
+    distmp.init(device="cpu", seed=RunConfig(seed=2**63 - 1).seed)
+    assert torch.initial_seed() == 2**63 - 1
+    assert np.random.rand() == np.random.RandomState(2**32 - 1).rand()
 
 
 def test_engine_and_loader_use_device_of_init(monkeypatch: pytest.MonkeyPatch) -> None:
