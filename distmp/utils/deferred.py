@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.errors import ConfigError, DistmpError, listed
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.tensor_trees import checksum, held_tensors, own_tensors, replace_tensors
+from distmp.utils.tensor_trees import checksum, held_tensors, replace_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -446,7 +446,7 @@ def recording_of(
 
     Args:
         module: A module from `build_deferred`; or any other, whose tensors on the meta device are
-            set by `reset_parameters` of the modules that hold them.
+            set by `reset_parameters` of its modules.
         seed: Seed of the initial values, if `build_deferred` has not built the module.
         device: Keeps the generator of this device too, see `generators_kept`.
         names: Names of the tensors whose values have to be known; None for all.
@@ -455,11 +455,7 @@ def recording_of(
         NotDeferrableError: If values are unknown; it names the tensors.
     """
     if module not in _recordings:
-        recording = Recording()
-        with generators_kept(device), _Recorder(recording, seed):
-            for name, part in module.named_modules():
-                _record_reset(name, part, recording)
-        _recordings[module] = recording
+        _recordings[module] = _record_resets(module, seed, device)
     recording = _recordings[module]
     views = recording.views
     needed = views if names is None else [name for name in views if name in names]
@@ -468,18 +464,26 @@ def recording_of(
     return recording
 
 
-def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
-    """Record how a module sets its own tensors on the meta device."""
-    own = [held for held in own_tensors(part, name) if held.tensor.is_meta]
-    for _, key, full_name, tensor in own:
-        fake = _unset_like(tensor)
-        recording.views[full_name] = recording.view(fake)
-        setattr(part, key, fake)
-    reset = getattr(part, "reset_parameters", None)
-    if own and callable(reset):
-        reset()
-    for _, key, _, tensor in own:
-        setattr(part, key, tensor)
+def _record_resets(module: nn.Module, seed: int, device: torch.device | None) -> Recording:
+    """Record how the modules of a model set its tensors on the meta device."""
+    recording = Recording()
+    recorder = _Recorder(recording, seed)
+    is_fake = recorder.has_made
+    meta = [held for held in held_tensors(module) if held.tensor.is_meta]
+    parts: dict[nn.Module, None] = {}
+    module.apply(parts.setdefault)  # submodules first: their parent may change what they set
+    with generators_kept(device), recorder:
+        for held in meta:
+            setattr(held.holder, held.key, _unset_like(held.tensor))
+        for part in parts:
+            reset = getattr(part, "reset_parameters", None)
+            has_fake = any(map(is_fake, (*part.parameters(), *part.buffers())))
+            if callable(reset) and has_fake and all(map(is_fake, part.parameters())):
+                reset()
+    for holder, key, name, tensor in meta:
+        recording.views[name] = recording.view(getattr(holder, key))
+        setattr(holder, key, tensor)
+    return recording
 
 
 _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()

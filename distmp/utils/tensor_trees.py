@@ -173,21 +173,12 @@ class HeldTensor(NamedTuple):
 def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
     """Yield the parameters and buffers of a module; a tied one once for every name."""
     for prefix, part in module.named_modules():
-        yield from own_tensors(part, prefix)
-
-
-def own_tensors(part: nn.Module, prefix: str) -> list[HeldTensor]:
-    """Return the parameters and buffers that are registered in a submodule itself.
-
-    Args:
-        part: The submodule.
-        prefix: Its name in the module that contains it.
-    """
-    own = [
-        *part.named_parameters(recurse=False, remove_duplicate=False),
-        *part.named_buffers(recurse=False, remove_duplicate=False),
-    ]
-    return [HeldTensor(part, key, f"{prefix}.{key}".lstrip("."), tensor) for key, tensor in own]
+        own = [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for key, tensor in own:
+            yield HeldTensor(part, key, f"{prefix}.{key}".lstrip("."), tensor)
 
 
 def replace_tensors(

@@ -311,6 +311,35 @@ def test_modules_on_the_meta_device_are_reset() -> None:
     assert torch.equal(computed(again, seed=5)["0.weight"], values["0.weight"])
 
 
+class Resets(nn.Module):
+    """Sets the values of its submodules, one of which another module holds, too."""
+
+    def __init__(self, value: float, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.value = value
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.parts[0].weight, self.value)
+
+
+def test_parents_reset_values_after_their_submodules() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 4), Resets(2.0, nn.Linear(3, 4), nn.LayerNorm(3)))
+        module.append(Resets(3.0, module[0]))
+    recording = recording_of(module, 5)
+    assert torch.equal(recording.compute("0.weight", CPU), torch.full((4, 3), 3.0))
+    assert torch.equal(recording.compute("1.parts.0.weight", CPU), torch.full((4, 3), 2.0))
+    assert torch.equal(recording.compute("1.parts.1.weight", CPU), torch.ones(3))
+
+
+def test_values_that_are_not_on_the_meta_device_are_kept() -> None:
+    given = nn.Linear(3, 4)
+    expected = given.weight.clone()
+    values = computed(nn.Sequential(Resets(2.0, given, nn.Linear(3, 4, device="meta"))))
+    assert torch.equal(values["0.parts.0.weight"], expected)
+
+
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
