@@ -15,8 +15,9 @@ import hashlib
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,7 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.errors import ConfigError, DistmpError, listed
 from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
-from distmp.utils.tensor_trees import checksum, held_tensors, replace_tensors
+from distmp.utils.tensor_trees import (
+    HeldTensor,
+    byte_range,
+    checksum,
+    held_tensors,
+    replace_tensors,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -470,6 +477,7 @@ def _record_resets(module: nn.Module, seed: int, device: torch.device | None) ->
     recorder = _Recorder(recording, seed)
     is_fake = recorder.has_made
     meta = [held for held in held_tensors(module) if held.tensor.is_meta]
+    _refuse_lost(meta)
     parts: dict[nn.Module, None] = {}
     module.apply(parts.setdefault)  # submodules first: their parent may change what they set
     with generators_kept(device), recorder:
@@ -531,7 +539,25 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
         raise NotDeferrableError(f"assigns the data of {listed(unknown)}, which is not recorded")
     for held in fake:
         recording.views[held.name] = recording.view(held.tensor)
+    _refuse_lost(fake)
     replace_tensors(module, is_fake, lambda held: _unset_like(held.tensor, _META))
+
+
+def _refuse_lost(replaced: Iterable[HeldTensor]) -> None:
+    """Refuse what tensors in place of others would lose: shared memory, hooks and attributes."""
+    spans = []
+    for _, _, name, tensor in {id(held.tensor): held for held in replaced}.values():
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise NotDeferrableError(f"registers a hook on {name}")
+        # Transformers reads its attribute only while it initializes a model.
+        kept = vars(tensor.detach()).keys() | {"_is_param", "_is_hf_initialized"}
+        if isinstance(tensor, nn.Parameter) and (added := vars(tensor).keys() - kept):
+            raise NotDeferrableError(f"sets the attribute {min(added)} of {name}")
+        if tensor.numel():
+            spans.append((tensor.untyped_storage()._cdata, *byte_range(tensor), name))
+    for (storage, _, end, name), (other, start, _, following) in pairwise(sorted(spans)):
+        if storage == other and start < end:
+            raise NotDeferrableError(f"shares memory between {name} and {following}")
 
 
 def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:

@@ -106,7 +106,7 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
         for name, tensor in tensors:
             if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
                 of_storage = spans[tensor.untyped_storage()._cdata]
-                of_storage.append((*_byte_range(tensor), name, is_parameter))
+                of_storage.append((*byte_range(tensor), name, is_parameter))
     for of_storage in spans.values():
         # The ends of the parameter, and of the other tensor, that reach furthest so far.
         furthest = {True: (0, ""), False: (0, "")}
@@ -129,7 +129,7 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
+def byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one after the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())

@@ -24,6 +24,7 @@ from distmp.models.settings import ModelConfig
 from distmp.telemetry.records import read_records
 from distmp.train import main
 from distmp.training.components import build_engine, build_model_and_data, start_from_weights
+from distmp.utils.deferred import build_deferred
 from distmp.utils.settings import from_mapping
 from distmp.utils.settings.yaml_files import read_yaml
 from tests.ranks import run_ranks
@@ -280,6 +281,12 @@ def test_converted_weights_agree_with_transformers(
 
 
 GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("values", [LLAMA, GPT2])
+def test_models_are_built_without_memory(values: dict[str, Any], tmp_path: Path) -> None:
+    model = build_deferred(lambda: build(directory(tmp_path, values)), 0)
+    assert model.get_input_embeddings().weight.is_meta
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,47 @@ class AssignsData(nn.Module):
         self.weight.data = torch.ones(3)
 
 
+class Tied(nn.Module):
+    """Two parameters on one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.last.weight = nn.Parameter(self.first.weight)
+
+
+class Halves(nn.Module):
+    """Parameters and buffers in different parts of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = torch.randn(9, 3)
+        self.first, self.second = nn.Parameter(drawn[:3]), nn.Parameter(drawn[3:6])
+        self.register_buffer("third", drawn[6:])
+
+
+def changed(change: Callable[[nn.Parameter], object]) -> Callable[[], nn.Module]:
+    """Return a constructor that changes a parameter."""
+
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        change(layer.weight)
+        return layer
+
+    return build
+
+
+LOST = [
+    (Tied, "^shares memory between first.weight and last.weight$"),
+    (changed(lambda p: p.register_hook(lambda g: g * 2)), "^registers a hook on weight$"),
+    (
+        changed(lambda p: p.register_post_accumulate_grad_hook(lambda p: None)),
+        "^registers a hook on weight$",
+    ),
+    (changed(lambda p: setattr(p, "no_decay", True)), "^sets the attribute no_decay of weight$"),
+]
+
+
 class OwnGenerator(nn.Module):
     """A parameter that is drawn again for each replay."""
 
@@ -417,11 +458,27 @@ class OneDraw(nn.Module):
         (AssignsData, "^assigns the data of weight, which is not recorded$"),
         (OwnGenerator, "^draws random numbers from its own generator$"),
         (lambda: nn.Linear(3, 4).half(), "^converts its parameters to another dtype, which prec"),
+        *LOST,
     ],
 )
 def test_undeferrable_operations_are_named(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(NotDeferrableError, match=message):
         build_deferred(build, 0)
+
+
+@pytest.mark.parametrize(("build", "message"), LOST)
+def test_ties_and_hooks_on_the_meta_device_are_refused(
+    build: Callable[[], nn.Module], message: str
+) -> None:
+    with torch.device("meta"):
+        module = build()
+    with pytest.raises(NotDeferrableError, match=message):
+        recording_of(module, 0)
+
+
+def test_parts_of_one_storage_can_be_deferred() -> None:
+    values, whole = computed(build_deferred(Halves, 1)), build_whole(Halves, 1).state_dict()
+    assert all(torch.equal(values[name], value) for name, value in whole.items())
 
 
 def test_a_draw_from_an_own_generator_happens_once() -> None:
