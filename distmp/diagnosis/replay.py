@@ -86,7 +86,6 @@ class Probe:
         self._summaries: dict[str, Tensor] = {}
         # By id; the reference makes sure that the id is not reused by another tensor.
         self._watched: dict[int, Tensor] = {}
-        self._latest_output: Tensor | None = None
         self._hooks = ExitStack()
 
     def __enter__(self) -> Probe:
@@ -101,7 +100,6 @@ class Probe:
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
         self._watched.clear()
-        self._latest_output = None
 
     def gradients(self) -> dict[str, GradientSummary]:
         """Return statistics of each gradient by the parameter's name, in the order of backward."""
@@ -142,9 +140,9 @@ class Probe:
 
     def _watch_outputs(self, output: Any) -> None:
         for tensor in tensors_in(output):
-            # A container returns the output of its last module.
-            if tensor is not self._latest_output and tensor.requires_grad:
-                self._latest_output = tensor
+            # A container returns outputs of its modules, which have the hook.
+            hooks = (tensor._backward_hooks or {}).values()
+            if tensor.requires_grad and self._count not in hooks:
                 tensor.register_hook(self._count)
 
     @torch.no_grad()

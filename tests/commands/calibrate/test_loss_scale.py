@@ -230,6 +230,21 @@ def test_counts_agree_with_autograd_for_each_microbatch() -> None:
     assert dict(histogram.exponents) == exponents_of(found)
 
 
+class Containers(nn.Module):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x * 2, {"half": x / 2}
+
+
+def test_outputs_in_containers_are_counted_once() -> None:
+    module = nn.Sequential(nn.Sequential(Containers()))
+    with recorder(module) as counted:
+        first, second = module(torch.ones(3, requires_grad=True))
+        (first + second["half"]).sum().backward()
+    assert dict(ExponentHistogram(counted.exponents).exponents) == {0: 6}
+
+
 @ranks(2, timeout=110)
 def test_ddp_and_fsdp_counts_agree() -> None:
     of_ddp, of_fsdp = (recorded(make_engine(strategy=strategy)) for strategy in ("ddp", "fsdp"))
