@@ -18,7 +18,7 @@ from distmp.train import run_as_rank, run_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate, and return the exit code of this rank."""
+    """Calibrate, and return the exit code of this rank: 2 if every policy is refused."""
     return run_as_rank(sys.argv[1:] if argv is None else argv, CalibrationConfig.load, _calibrate)
 
 
@@ -48,7 +48,7 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
         text += policies.report(compared)
         sys.stdout.write((json.dumps(content, indent=2) if config.json else "\n".join(text)) + "\n")
     leave()
-    return 0
+    return 0 if compared.measured else 2
 
 
 if __name__ == "__main__":

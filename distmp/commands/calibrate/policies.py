@@ -250,12 +250,14 @@ def compare(config: CalibrationConfig, world: World) -> Comparison:
         measure(config, world, name, steps=1)
     steps = config.calibrate_steps
     results = {name: measure(config, world, name, steps=steps) for name in config.policies}
-    seeds = _over_seeds(config, world, results) if config.seeds else None
-    return Comparison(steps, world.world_size, config.tolerance, results, seeds)
+    compared = Comparison(steps, world.world_size, config.tolerance, results)
+    if config.seeds and compared.measured:
+        compared = replace(compared, seeds=_over_seeds(config, world, compared.measured))
+    return compared
 
 
 def _over_seeds(
-    config: CalibrationConfig, world: World, results: Mapping[str, PolicyResult | str]
+    config: CalibrationConfig, world: World, results: Mapping[str, PolicyResult]
 ) -> SeedComparison:
     """Train each policy that ran with further seeds: other data orders and initial weights.
 
@@ -263,8 +265,6 @@ def _over_seeds(
     """
     values: dict[str, dict[str, list[float]]] = {}
     for name, first in results.items():
-        if isinstance(first, str):
-            continue
         found = [first.held_out]
         for seed in range(config.seed + 1, config.seed + config.seeds):
             other, steps = replace(config, seed=seed), config.calibrate_steps

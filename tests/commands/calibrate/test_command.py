@@ -55,6 +55,17 @@ def test_policy_that_skips_its_last_steps_has_diverged(
     assert "nothing to recommend: fp32 diverged" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("seeds", [[], ["--seeds=3", "--data.held-out=0.3"]])
+def test_run_that_every_policy_refuses_fails(
+    seeds: list[str], capsys: pytest.CaptureFixture[str], cwd: Path
+) -> None:
+    data = f"--data.path={corpus(cwd / 'corpus')}"
+    assert calibrate(data, "--policies=bf16,keep_fp32=nothing", *seeds) == 2
+    shown = capsys.readouterr().out
+    assert "refused: precision.policy.keep_fp32 = 'nothing': matches no module" in shown
+    assert "nothing to recommend: no policy ran" in shown
+
+
 @pytest.mark.nightly
 def test_policies_are_compared_over_seeds(capsys: pytest.CaptureFixture[str], cwd: Path) -> None:
     size = ["--model.options={layers: 1, dimension: 32, heads: 2}", "--validation.samples=4"]
