@@ -5,20 +5,23 @@ In `conftest.py`: `pytest_plugins = ["distmp.testing.pytest_plugin"]`. Then
     @pytest.mark.ranks(2)
     def test_gradient(): ...
 
-runs the test's function on two ranks. Parameters and fixtures are pickled. The ranks are forked
-from a server that has imported torch once. They meet in a file, so no port is used, and end with
-the test. The first rank that fails or skips decides the outcome; pytest shows the output of all.
+runs the test's function on two ranks. Async functions and methods of unittest.TestCase are refused.
+Parameters and fixtures are pickled. Ranks are forked from a server that has imported torch once.
+They meet in a file, so no port is used, and end with the test. The first rank that fails, xfails or
+skips decides the outcome; pytest shows the output of all.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 import time
+import unittest
 from datetime import timedelta
 
 import pytest
@@ -28,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker, and what the server of ranks imports before they are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "pytest"])
     config.addinivalue_line("markers", "ranks(n, timeout=60): run the test on n ranks over gloo")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked method of a `unittest.TestCase`, which unittest calls in this process."""
+    is_unittest = issubclass(getattr(item, "cls", None) or object, unittest.TestCase)
+    if is_unittest and item.get_closest_marker("ranks"):
+        pytest.fail("ranks: write a function, or a class without unittest.TestCase", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,6 +72,9 @@ def _run(call: bytes, n: int, timeout: float = 60.0) -> None:
             *_, skips, reason = problem.rpartition("\nRuntimeError: Skipped: ")
             if skips:
                 raise pytest.skip.Exception(reason, _use_item_location=True) from None
+            *_, fails, reason = problem.rpartition("\nRuntimeError: XFailed: ")
+            if fails:
+                raise pytest.xfail.Exception(reason) from None
             raise pytest.fail.Exception(problem, pytrace=False) from None
 
 
@@ -79,7 +92,8 @@ def _rank_main(rank: int, call: bytes, world_size: int, timeout: float, meeting:
     faulthandler.dump_traceback_later(timeout, exit=True)
     function, arguments = pickle.loads(call)
     try:
-        function(**arguments)
+        if inspect.isawaitable(function(**arguments)):
+            raise TypeError("ranks do not await async tests; call asyncio.run in the test")
     except BaseException as error:
         # All failures but the first are consequences, and the parent ends their ranks. The first
         # may be one, too, if a process ended without an exception: the parent first notices that.

@@ -16,7 +16,7 @@ from tests.torchrun import python, run
 pytest_plugins = ["pytester"]
 
 PROJECT = """
-import os, threading, time
+import os, threading, time, unittest
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +82,24 @@ def test_skips():
         pytest.skip("of rank 1")
     dist.barrier()
 
+@pytest.mark.ranks(2)
+def test_xfails():
+    if dist.get_rank() == 1:
+        pytest.xfail("known")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+async def test_async():
+    raise ArithmeticError
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_of_unittest(self):
+        raise ArithmeticError
+
+    def test_other(self):
+        assert not dist.is_initialized()
+
 def test_without_ranks():
     assert not dist.is_initialized()
 """
@@ -90,9 +108,12 @@ def test_without_ranks():
 def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_project.py").write_text(PROJECT)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["distmp.testing.pytest_plugin"]\n')
-    options = "-rs", "-p", "no:cacheprovider", "--strict-markers"
+    options = "-rsx", "-p", "no:cacheprovider", "--strict-markers"
     shown = run(python("-m", "pytest", *options, "."), tmp_path).stdout
-    assert "7 failed, 3 passed, 1 skipped" in shown
+    assert "8 failed, 4 passed, 1 skipped, 1 xfailed" in shown
+    assert "1 error" in shown
+    assert "\nTypeError: ranks do not await async tests; call asyncio.run in the test\n" in shown
+    assert "\nranks: write a function, or a class without unittest.TestCase\n" in shown
     assert "ArithmeticError: the first cause\n----------------------------- Captured" in shown
     assert "ArithmeticError: raised first\n" in shown
     assert "raised second" not in shown
@@ -104,6 +125,7 @@ def test_marked_tests_run_on_ranks(tmp_path: Path) -> None:
     assert "\nTimeout (0:00:01)!" in shown
     assert "RuntimeError: SystemExit: 0\n" in shown
     assert "RuntimeError: Failed: DID NOT RAISE ValueError\n" in shown
+    assert "XFAIL test_project.py::test_xfails - known" in shown
     assert re.search(r"SKIPPED \[1\] test_project\.py:\d+: of rank 1\n", shown)
     assert "in test_hangs" in shown
     assert "rank 1 of 2: process 1 terminated with exit code 7" in shown
