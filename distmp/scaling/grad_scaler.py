@@ -272,10 +272,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Clip the norm of the gradient over all ranks; call it instead of `unscale_`.
 
         It reads the gradients once. `step` unscales and clips them in its own pass over memory;
-        non-finite gradients are not clipped. Plain tensors and DTensors on different meshes can be
-        mixed: plain tensors count as equal on all ranks of the group, and a DTensor as replicated
-        outside of its mesh. If that is wrong, as with pipeline stages, use `unscale_` and clip the
-        gradients yourself.
+        non-finite gradients are not clipped. A second call clips what the first one has left. Plain
+        tensors and DTensors on different meshes can be mixed: plain tensors count as equal on all
+        ranks of the group, and a DTensor as replicated outside of its mesh. If that is wrong, as
+        with pipeline stages, use `unscale_` and clip the gradients yourself.
 
         Args:
             optimizers: An optimizer, or several whose common norm is clipped; not unscaled yet.
@@ -317,7 +317,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         coefficient = coefficient.to(torch.float32)
         for member in members:
             found_inf = self._inspected[id(member)].global_found_inf()
-            self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
+            clip = torch.where(found_inf > 0, 1.0, coefficient)
+            before = self._clips.get(id(member))
+            self._clips[id(member)] = clip if before is None else before * clip
         return norm
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -437,6 +439,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         for member in optimizers if max_norm is not None else ():
             gradients = local_gradients(member, self._ranks.group)
             squares.append(square_sum(gradients, self._ranks.world_size, scale.device))
+            if id(member) in self._clips:
+                squares[-1] = squares[-1] * self._clips[id(member)].double().square()
             flag = not_finite(squares[-1]).to(torch.float32)
             checked = CheckedOptimizer(member, flag, GradientVersions(member, gradients))
             self._inspected.setdefault(id(member), checked)

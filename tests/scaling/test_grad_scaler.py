@@ -595,6 +595,26 @@ def test_an_optimizer_that_is_named_twice_counts_once(enabled: bool) -> None:
     torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("second_norm", [100.0, 0.25, 1e-39])
+def test_clipping_again_clips_the_clipped_gradient(
+    second_norm: float, fused: bool, enabled: bool
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in "ab"]
+    first, second = (torch.optim.SGD([each], lr=1.0, fused=fused) for each in parameters)
+    for parameter, value in zip(parameters, (3.0, 4.0), strict=True):
+        parameter.grad = torch.tensor([8 * value if enabled else value])
+    scaler = DistributedGradScaler("cpu", init_scale=8.0, enabled=enabled)
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_([first, second], 1.0) == 5.0
+    assert scaler.clip_grad_norm_(first, second_norm).item() == pytest.approx(0.6)
+    for optimizer in (first, second):
+        scaler.step(optimizer)
+    clipped = min(0.6, second_norm)
+    assert [-each.item() for each in parameters] == pytest.approx([clipped, 0.8], rel=1e-5, abs=0)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_step_after_a_failed_one_divides_once(clips: bool) -> None:
     parameter = nn.Parameter(torch.zeros(2))
