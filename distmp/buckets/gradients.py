@@ -82,8 +82,9 @@ from distmp.utils.tensor_trees import version_counters
 # Largest number of elements of a gradient that is added to zeros instead of being copied.
 SMALL_ELEMENTS = 2**13
 REPLACED = (
-    "{!r}.grad was set in a step by other code (loss function, hook, DistributedDataParallel), so "
-    "gradients would be lost or counted twice; leave the module unwrapped, return the gradient "
+    "{!r}.grad was set in a step by other code (loss function, hook, DistributedDataParallel, a "
+    "backward between microbatches), so gradients would be lost or counted twice; call "
+    "begin_microbatch() before backward, leave the module unwrapped, return the gradient "
     "from a hook of Tensor.register_hook, or change gradients after finish() (with an engine: "
     "engine.gradients() in a step pre-hook of the optimizer)"
 )
@@ -104,7 +105,7 @@ class _Stage(IntEnum):
     """The stages of a step, in order."""
 
     BETWEEN_STEPS = 0
-    BEGUN = 1
+    BEGUN = 1  # and between two microbatches
     MICROBATCH = 2
     LAST_MICROBATCH = 3
     ENDED = 4  # only `finish` is missing
@@ -348,14 +349,16 @@ class Fp32GradBuckets:
         """Announce a backward; buckets are reduced during the one announced as `last`.
 
         Raises:
-            TrainingError: Before `begin_step`, or after a microbatch with `last=True`.
+            TrainingError: Before `begin_step`, after a microbatch that did not end, or after one
+                with `last=True`.
         """
-        if self._stage not in (_Stage.BEGUN, _Stage.MICROBATCH):
-            reason = "after one with last=True" if self._stage else "without begin_step()"
+        if self._stage != _Stage.BEGUN:
+            missing = {_Stage.BETWEEN_STEPS: "begin_step()", _Stage.MICROBATCH: "end_microbatch()"}
+            reason = f"without {missing.get(self._stage, 'finish() after one with last=True')}"
             raise TrainingError(
-                f"begin_microbatch() was called {reason}; call begin_step(), then "
-                "begin_microbatch() for each microbatch, with last=True for the last one, then "
-                "finish()"
+                f"begin_microbatch() was called {reason}; call begin_step(), also after an error, "
+                "then begin_microbatch() and end_microbatch() for each microbatch, with last=True "
+                "for the last one, then finish()"
             )
         self._stage = _Stage.LAST_MICROBATCH if last else _Stage.MICROBATCH
         self._launched = 0
@@ -453,10 +456,12 @@ class Fp32GradBuckets:
                 buffer.masked_fill_(~kept, 0.0)
         if self._stage == _Stage.LAST_MICROBATCH:
             self._stage = _Stage.ENDED
-        elif self._sums is not None:
-            for bucket in range(len(self.layouts)):
-                self._zero_missing(bucket)
-            self._leaf = self._sums.add(self._leaf)
+        elif self._stage == _Stage.MICROBATCH:
+            self._stage = _Stage.BEGUN
+            if self._sums is not None:
+                for bucket in range(len(self.layouts)):
+                    self._zero_missing(bucket)
+                self._leaf = self._sums.add(self._leaf)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -715,7 +720,8 @@ def _hook(
 
     def take_gradient(_: Tensor) -> None:  # what a hook before this one has returned, if any
         alive, slot = buckets(), slot_of()
-        # Ignore a backward outside of a step, for example of another engine on the same model.
+        # Ignore a backward outside of a microbatch, as of another engine on the same model. Within
+        # a step, `_refuse_replaced` finds its gradient.
         if alive is None or slot is None or alive._stage < _Stage.MICROBATCH:
             return
         gradient = slot.parameter.grad

@@ -311,6 +311,7 @@ class StepReplay:
                 seed_generators(stream, device)
                 with probe:
                     losses.append(self._backward(batch, torch.tensor(scale, device=device)))
+                strategy.end_microbatch()
                 probes.append(probe)
         strategy.begin_step()
         return probes, losses

@@ -875,6 +875,35 @@ def test_a_microbatch_cannot_be_dropped_from_a_sum_with_earlier_ones() -> None:
         buckets.end_microbatch(torch.tensor(False))
 
 
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}, {"drop_non_finite": True}])
+def test_a_microbatch_that_did_not_end_is_refused(options: dict[str, bool]) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None, **options)  # type: ignore[arg-type]
+    buckets.begin_step()
+    buckets.begin_microbatch(last=False)
+    with contextlib.suppress(MemoryError), buckets.backward_context():
+        weight.sum().backward()
+        raise MemoryError
+    for last in (False, True):  # a retry would add the same gradient once more
+        with pytest.raises(TrainingError, match=r"without end_microbatch\(\); call begin_step"):
+            buckets.begin_microbatch(last=last)
+    assert accumulate(buckets, [weight.sum, weight.sum])["weight"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}, {"drop_non_finite": True}])
+def test_a_backward_between_microbatches_is_refused(options: dict[str, bool]) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None, **options)  # type: ignore[arg-type]
+    buckets.begin_step()
+    buckets.begin_microbatch(last=False)
+    weight.sum().backward()
+    buckets.end_microbatch()
+    weight.sum().backward()
+    buckets.begin_microbatch(last=True)
+    with pytest.raises(TrainingError, match=r"backward between microbatches"):
+        buckets.finish()
+
+
 @ranks(2)
 def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
     model = Branches()

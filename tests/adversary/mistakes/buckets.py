@@ -24,7 +24,7 @@ lines("correct", "begin, first, backward, end, last, backward, end, finish, step
 lines("one microbatch", "begin, last, backward, end, finish, step", "right", ONE)
 lines("no begin", "first, backward, end, last, backward, end, finish, step", "error")
 lines("nothing announced", "begin, backward, finish, step", "error")
-lines("no end", "begin, first, backward, last, backward, finish, step", "either")
+lines("no end", "begin, first, backward, last, backward, finish, step", "error")
 lines("no last", "begin, first, backward, end, first, backward, end, finish, step", "either")
 lines("last twice", "begin, last, backward, end, last, backward, end, finish, step", "error")
 lines("finish twice", "begin, last, backward, end, finish, finish, step", "either", ONE)
