@@ -93,6 +93,10 @@ OTHER_PARAMETER = (
     "gradient is not reduced; build the buckets after the last change of the model "
     "(load_state_dict(assign=True), weight_norm, a new layer), or freeze what you do not train"
 )
+NO_TARGET = (
+    "leaves {!r} without a gradient, because a rank has only its shard of the sum; create "
+    "distmp.buckets.FlatParameters(buckets, values) and let the optimizer update its `named`"
+)
 # Largest size of the gradients that wait to be copied in one launch, by device type.
 HELD_BYTES = {"cuda": DEFAULT_BUCKET_BYTES}
 MOVED = (
@@ -179,7 +183,8 @@ class Fp32GradBuckets:
         reduce_dtype: Communication dtype: float32, or bfloat16 or float16 by all-to-all, summed in
             FP32 in a fixed order, so that each value is rounded once before the sum. Over several
             machines the sum of each machine is rounded once, too.
-        shard: Reduce-scatter: only this rank's shard of each bucket is summed.
+        shard: Reduce-scatter: only this rank's shard of each bucket is summed. The optimizer then
+            updates `FlatParameters(...).named`, or other tensors passed to `attach`.
         reproducible: Compute the same bits for every distribution of the microbatches of the global
             batch over ranks: they are the leaves of one binary tree, in rank order. The numbers of
             ranks and of microbatches have to be powers of two. Needs memory for log2(microbatches)
@@ -469,6 +474,7 @@ class Fp32GradBuckets:
 
         Raises:
             TrainingError: If no microbatch was announced as `last`.
+            ConfigError: With `shard` on several ranks, for a parameter without `attach`.
             LostPeerError: If another rank has exited.
         """
         if self._stage < _Stage.LAST_MICROBATCH:
@@ -494,6 +500,8 @@ class Fp32GradBuckets:
                 slot.parameter.grad = slot.target.grad = view
             elif slot.target is not slot.parameter:
                 slot.target.grad = updated
+            else:
+                raise ConfigError("shard", True, NO_TARGET.format(slot.name))
 
     def check_storage(self) -> None:
         """Refuse gradients that are no longer in the buckets.

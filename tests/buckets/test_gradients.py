@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.explain_memory import peak_allocated
 from benchmarks.traffic import Traffic
-from distmp.buckets import Fp32GradBuckets, gradients
+from distmp.buckets import FlatParameters, Fp32GradBuckets, gradients
 from distmp.buckets.used_parameters import weights_used_once
 from distmp.errors import ConfigError, TrainingError
 from tests.ranks import in_turn, ranks, run_ranks
@@ -905,6 +905,15 @@ def test_a_backward_between_microbatches_is_refused(options: dict[str, bool]) ->
 
 
 @ranks(2)
+def test_shards_that_no_optimizer_gets_are_refused() -> None:
+    """A parameter is larger than the shard that this rank has of its gradient."""
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], group(), shard=True)
+    with pytest.raises(ConfigError, match=r"shard = True: .*'weight'.*FlatParameters"):
+        accumulate(buckets, [weight.sum])
+
+
+@ranks(2)
 def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
     model = Branches()
     buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
@@ -937,6 +946,7 @@ def test_a_sharded_sum_holds_no_second_set_of_buckets() -> None:
     elements, parameters = 2**16, 16
     named = [(str(n), nn.Parameter(torch.ones(elements))) for n in range(parameters)]
     buckets = Fp32GradBuckets(named, group(), ONE_EACH, shard=True)
+    FlatParameters(buckets, {name: parameter.detach().clone() for name, parameter in named})
 
     def step() -> None:
         buckets.begin_step()
