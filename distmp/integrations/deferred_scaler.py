@@ -45,6 +45,12 @@ class DeferredGradScaler(DistributedGradScaler):
         """Register optimizers, also those in wrappers of accelerate or Lightning."""
         super().register(*map(unwrapped, optimizers))
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step or skip, and let `zero_grad` free the gradients before the next backward starts."""
+        output = super().step(optimizer, *args, **kwargs)
+        self._inspected[id(optimizer)].checked = None
+        return output
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale when the next backward starts; set `new_scale` immediately."""
         self._due = True

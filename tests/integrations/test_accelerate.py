@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -485,6 +486,22 @@ def test_optimizers_with_a_backward_each_skip_separately() -> None:
                     skipped.append(optimizers[number].step_was_skipped)
         assert skipped == [False, False, True, False, False, False]
         assert warning.call_count == 0
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ranks(1)
+def test_zero_grad_frees_gradients_after_a_step() -> None:
+    for fused in (False, True):
+        accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+        module = make_model()
+        adam = torch.optim.AdamW(module.parameters(), fused=fused)
+        model, optimizer = accelerator.prepare(module, adam)
+        for step in range(2):
+            accelerator.backward(model(batch(step, 0)).square().mean() * (step or math.inf))
+            gradient = weakref.ref(module[0].weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert gradient() is None
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
