@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -280,10 +281,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         scaled = [
             parameter for parameter in own if parameter in trained or self._is_scaled(parameter)
         ]
-        # torch creates optimizer states by a step with a learning rate of 0.
-        moves = scaled and any(group.get("lr", 1) for group in optimizer.param_groups)
         problem = "its gradients are multiplied by the loss scale; pass it to accelerator.prepare"
-        require(not moves, "optimizer", type(optimizer).__name__, problem)
+        valid = not scaled or _only_creates_states(optimizer)
+        require(valid, "optimizer", type(optimizer).__name__, problem)
 
     def _parameters_of_models(self) -> set[nn.Parameter]:
         return {parameter for model in self._models for parameter in model.parameters()}
@@ -319,6 +319,11 @@ def _watch_steps(accelerator: Accelerator) -> Callable[[], None]:
     return register_optimizer_step_pre_hook(refuse).remove
 
 
+def _only_creates_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether learning rates are 0, as in the step with which torch creates states."""
+    return all(group.get("lr", 1) == 0 for group in optimizer.param_groups)
+
+
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """Reads from the scaler whether a step was skipped.
 
@@ -335,6 +340,11 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         refuse_closure(closure)
+        state = self.scaler._per_optimizer_states[id(self.optimizer)]
+        has_scaled = self.scaler.has_scaled_gradients and state["stage"] is not OptState.STEPPED
+        if not has_scaled and _only_creates_states(self.optimizer):
+            self.optimizer.step()  # no iteration, unlike the first step of a warmup from 0
+            return
         watched, self._watched = self._watched, None
         is_scaled = id(self.optimizer) not in self.scaler._inspected
         if watched and is_scaled and not watched.are_unchanged():

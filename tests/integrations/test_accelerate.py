@@ -27,6 +27,10 @@ from accelerate.utils import (
     PrecisionType,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -201,6 +205,29 @@ def test_fsdp_dtypes_follow_policy(version: int) -> None:
         weights = gathered(dict(model.named_parameters()))
         assert all(isinstance(weight, Tensor) for weight in weights.values())
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ranks(2)
+def test_step_that_creates_optimizer_states_is_no_iteration() -> None:
+    """torch takes it with learning rates of 0 and zero gradients; a warmup starts with 0, too."""
+    _let_accelerate_shard_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        accelerator = Accelerator("fp16", loss_scale=RULES, fsdp_plugin=plugin)
+    module = make_model()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.0)
+    model, optimizer = accelerator.prepare(module, sgd)
+    for step, overflows in enumerate((False, True, False)):
+        state = get_optimizer_state_dict(model, optimizer)
+        set_optimizer_state_dict(model, optimizer, state)
+        loss = model(batch(step, accelerator.process_index)).square().mean()
+        accelerator.backward(loss * (math.inf if overflows else 1))
+        optimizer.step()
+        assert optimizer.step_was_skipped == overflows
+        optimizer.zero_grad()
+        found = accelerator.scaler.state_dict()
+        assert found["_growth_tracker"] == int(not overflows)
+    assert accelerator.scaler.total_skips == 1
 
 
 @ranks(2)
