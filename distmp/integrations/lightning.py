@@ -365,7 +365,8 @@ class MixedPrecision(_Base):  # type: ignore[misc]
         check_parallel(model, self.policy)
         for config in lr_schedulers:
             by_step = config.interval == "step" and not config.reduce_on_plateau
-            if self.scaler is not None and by_step:
+            # With a higher frequency, one skipped step would omit those of all batches between.
+            if self.scaler is not None and by_step and config.frequency == 1:
                 _follow(config.scheduler, self.scaler)
         return model, optimizers, lr_schedulers
 

@@ -83,6 +83,7 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
         weighted: Whether the loss is the sum with its weight.
         clipped_after: Indices of the batches after whose backward gradients are clipped.
         shard: Called with the net in `configure_model`.
+        frequency: Number of batches between steps of the scheduler.
     """
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -127,7 +128,8 @@ def make_module(pl: Any, optimizer: Callable[..., Any], **options: Any) -> Any:
         def configure_optimizers(self) -> Any:
             updated = optimizer(self.parameters())
             schedule = torch.optim.lr_scheduler.ExponentialLR(updated, 0.5)
-            return [updated], [{"scheduler": schedule, "interval": "step"}]
+            config = {"scheduler": schedule, "interval": "step"}
+            return [updated], [config | {"frequency": options.get("frequency", 1)}]
 
     return Module()
 
@@ -211,6 +213,12 @@ def _check_overflow_on_one_rank(pl: Any) -> None:
         reduced = [p.tolist() for n, p in module.net.named_parameters() if n != "2.bias"]
         assert same_on_all_ranks(reduced)
         assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+    # A scheduler that is called every two batches does not lose both.
+    module = make_module(pl, sgd, overflow_at=1, frequency=2)
+    trainer = make_trainer(pl, MixedPrecision("16-mixed", loss_scale=RULES), 4)
+    trainer.fit(module, loader([batch(step, rank()) for step in range(4)]))
+    assert module.rates == pytest.approx([LR, LR / 2, LR / 2, LR / 4])
 
     # Without the ignored parameter, the whole result is that of float64. The policy's switches
     # apply during `fit`.
