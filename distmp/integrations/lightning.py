@@ -383,14 +383,18 @@ class MixedPrecision(_Base):  # type: ignore[misc]
             self._weights.begin_step()
 
     def _step_in_fabric(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
-        if isinstance(optimizer, LBFGS):
-            result = optimizer.step(closure)
+        def compute() -> Any:
+            result = None if closure is None else closure()
             self._check_closure(optimizer)  # the closure may be the first to use `weighted_loss`
+            self._weights.compare_use()
+            if self._weights.in_use:
+                self.unscale_gradients(optimizer)
+                self._unscaled.pop(id(optimizer), None)
             return result
-        result = closure() if closure is not None else None
-        self._weights.compare_use()
-        if self._weights.in_use:
-            self.unscale_gradients(optimizer)
+
+        if closure is not None and self.scaler is None:
+            return optimizer.step(compute)
+        result = compute()
         output = self._step(optimizer)
         return output if closure is None else result
 

@@ -87,6 +87,8 @@ def test_lightning_fabric_trains_under_policies(tmp_path: Path) -> None:
     _check_weights()
     _check_weighted_loss_on_one_rank()
     _check_mixed_up_calls()
+    _check_closure(weighted=True)
+    _check_closure(weighted=False)
     _check_what_lightning_does()
     _check_models_that_contradict_the_policy()
     _check_weights_that_are_unfrozen_later()
@@ -291,6 +293,36 @@ def _check_mixed_up_calls() -> None:
     plugin.device = "cuda"
     with pytest.raises(ConfigError, match="the loss is on cpu"):
         fabric.backward(model(batch(0, rank())).sum())
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Needs a closure, and calls it twice, the second time for half the learning rate."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        for _ in range(2):
+            loss = closure()
+            super().step()
+            self.param_groups[0]["lr"] /= 2
+        return loss
+
+
+def _check_closure(*, weighted: bool) -> None:
+    """Without a loss scale, the optimizer gets the closure, and weighted gradients of each call."""
+    sizes = (1, 5)
+    plugin = MixedPrecision("fp32")
+    fabric = make_fabric(plugin)
+    model, optimizer = set_up(fabric, partial(TwiceSGD, lr=LR))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        losses = per_sample(model, batch(0, rank(), sizes[rank()]))
+        mean = losses.sum() * 2 / sum(sizes)
+        fabric.backward(plugin.weighted_loss(losses.sum(), len(losses)) if weighted else mean)
+        return mean.item()
+
+    assert optimizer.step(closure) > 0
+    wanted, _ = reference([[batch(0, r, sizes[r]) for r in range(2)]] * 2)
+    assert_weights(_Holder(model), wanted, 1e-5)
 
 
 def _check_models_that_contradict_the_policy() -> None:
