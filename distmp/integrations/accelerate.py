@@ -257,6 +257,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             logger.warning("%s is missing, so the loss scale starts anew", error.filename)
             with mock.patch.object(self, "scaler", None):
                 super().load_state(*positional, **arguments)
+            initial = {"scale": self.scaler._rules.init, "_growth_tracker": 0}
+            self.scaler.load_state_dict(initial)
 
     def end_training(self) -> None:
         """End training, as accelerate does, and restore torch's TF32 switches."""

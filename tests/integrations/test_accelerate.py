@@ -559,11 +559,17 @@ def test_state_without_scaler_starts_loss_scale_anew(tmp_path: Path) -> None:
         if name == "bf16-autocast":
             nn.init.constant_(module[0].bias, 3.0)
             accelerator.save_state(str(tmp_path))
+    for step in range(2):
+        accelerator.backward(model(batch(step, 0)).square().mean() * torch.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.scaler.get_scale() == 2.0**14
     with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
         accelerator.load_state(str(tmp_path), {})
     assert warning.call_count == 1
     assert module[0].bias.unique().item() == 3.0
     assert accelerator.scaler.get_scale() == 2.0**16
+    assert accelerator.scaler.total_skips == 0
     accelerator.backward(model(batch(0, 0)).square().mean() / 2**16)
     optimizer.step()
     assert not optimizer.step_was_skipped
