@@ -17,7 +17,7 @@ from distmp.distributed import comparison
 from distmp.distributed.failing_together import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
-from distmp.engine import rank_consistency
+from distmp.engine.digests import describe
 from distmp.engine.likely_mistakes import EvaluationMode
 from distmp.engine.setup import EngineSetup
 from distmp.engine.state import EngineState
@@ -169,7 +169,7 @@ class EngineParts:
     def weights(self) -> dict[str, str]:
         """Return digests of the replicated weights as text by name; the host waits."""
         module, device = self.setup.strategy.module, self.setup.world.device
-        found = rank_consistency.describe(module, self.state.weights(), device)
+        found = describe(module, self.state.weights(), device)
         return {f"values of {name}": text for name, text in found.items()}
 
     def accept_equal_writes(self) -> None:

@@ -18,7 +18,7 @@ from distmp.errors import ConfigError
 from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
 from distmp.utils.dtypes import as_sent
 from distmp.utils.flat_shard import local_parts
-from distmp.utils.tensor_trees import HeldTensor, held_tensors, replace_tensors
+from distmp.utils.tensor_trees import HeldTensor, held_tensors, parameter_like, replace_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -131,4 +131,4 @@ def _like(meta: Tensor, value: Tensor) -> Tensor:
     value = value.to(meta.dtype)
     if value.stride() != meta.stride():  # expanded: its elements share memory
         value = torch.empty_like(meta, device=value.device).copy_(value)
-    return nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
+    return parameter_like(meta, value) if isinstance(meta, nn.Parameter) else value

@@ -34,6 +34,7 @@ from distmp.utils.tensor_trees import (
     byte_range,
     checksum,
     held_tensors,
+    parameter_like,
     replace_tensors,
 )
 
@@ -544,15 +545,11 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
 
 
 def _refuse_lost(replaced: Iterable[HeldTensor]) -> None:
-    """Refuse what tensors in place of others would lose: shared memory, hooks and attributes."""
+    """Refuse what tensors in place of others would lose: hooks and shared memory."""
     spans = []
     for _, _, name, tensor in {id(held.tensor): held for held in replaced}.values():
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise NotDeferrableError(f"registers a hook on {name}")
-        # Transformers reads its attribute only while it initializes a model.
-        kept = vars(tensor.detach()).keys() | {"_is_param", "_is_hf_initialized"}
-        if isinstance(tensor, nn.Parameter) and (added := vars(tensor).keys() - kept):
-            raise NotDeferrableError(f"sets the attribute {min(added)} of {name}")
         if tensor.numel():
             spans.append((tensor.untyped_storage()._cdata, *byte_range(tensor), name))
     for (storage, _, end, name), (other, start, _, following) in pairwise(sorted(spans)):
@@ -575,7 +572,7 @@ def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> Non
 def _unset_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(bare, requires_grad=tensor.requires_grad)
+        return parameter_like(tensor, bare)
     return bare
 
 

@@ -181,6 +181,14 @@ def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
             yield HeldTensor(part, key, f"{prefix}.{key}".lstrip("."), tensor)
 
 
+def parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Return a value as a parameter with the attributes that users have set on another one."""
+    new = nn.Parameter(value, parameter.requires_grad)
+    for name in vars(parameter).keys() - vars(parameter.detach()).keys():
+        setattr(new, name, vars(parameter)[name])
+    return new
+
+
 def replace_tensors(
     module: nn.Module,
     is_replaced: Callable[[Tensor], bool],

@@ -16,8 +16,8 @@ from distmp.config import RankConsistencyConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine import rank_consistency
+from distmp.engine.digests import ROW, ROWS_PER_BLOCK, digests
 from distmp.engine.engine import Engine
-from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry.console import Console
 from distmp.training.callbacks import Callback, PendingStep, TrainingLoop
