@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 from collections.abc import Iterable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,8 +52,6 @@ class Fp32Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").removeprefix("special_")
         if name not in self._names:
-            if isinstance(func, FunctionType):
-                self._refuse_inner(func, args, kwargs)
             return func(*args, **kwargs)
         promotes = _UNPROMOTED.fullmatch(name) is None
         dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
@@ -77,21 +74,6 @@ class Fp32Functions(TorchFunctionMode):
             _refuse_recomputed(name)
         dtype = functools.reduce(torch.promote_types, dtypes)
         return map_tensors(lambda part: _rounded(part, dtype), result)
-
-    def _refuse_inner(self, func: FunctionType, args: Any, kwargs: Any) -> None:
-        """Refuse a function in Python that calls a named one: torch leaves the mode inside of it.
-
-        Raises:
-            ConfigError: If it gets 16-bit tensors.
-        """
-        inner = self._names.intersection(func.__code__.co_names)
-        leaves = pytree.tree_leaves((args, kwargs)) if inner else ()
-        if any(isinstance(leaf, Tensor) and leaf.dtype in SIXTEEN_BIT for leaf in leaves):
-            problem = (
-                f"is called inside of torch's {func.__name__}, which would compute it in 16 bits; "
-                "keep the module that calls this"
-            )
-            raise ConfigError("precision.policy.keep_fp32", f"{min(inner)}()", problem)
 
 
 def _refuse_shared(name: str, copies: list[Tensor], result: Any) -> None:

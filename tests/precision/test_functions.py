@@ -92,27 +92,6 @@ def test_special_functions_follow_common_names() -> None:
     assert number.dtype == torch.float32, "numbers are not rounded"
 
 
-@pytest.mark.parametrize(
-    ("name", "caller", "function"),
-    [
-        (
-            "softmax",
-            "multi_head_attention_forward",
-            lambda x: nn.MultiheadAttention(8, 2).to(x)(x, x, x),
-        ),
-        ("norm", "normalize", F.normalize),
-    ],
-)
-def test_functions_called_inside_of_functions_of_torch_are_refused(
-    name: str, caller: str, function: Callable[[Tensor], Any]
-) -> None:
-    x = torch.randn(2, 8)
-    with functions_in_fp32([name]):
-        function(x)
-        with pytest.raises(ConfigError, match=rf"'{name}\(\)': is called inside .* {caller},"):
-            function(x.bfloat16())
-
-
 def statistics(x: Tensor) -> Tensor:
     """Return mean and variance, in FP32 for 16 bits."""
     return torch.ones(2, 4, dtype=torch.promote_types(x.dtype, torch.float32))
