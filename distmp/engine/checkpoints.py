@@ -70,6 +70,17 @@ class StateToSave(NamedTuple):
         tensors: Result of `Engine.state_dict`.
         held: Names of the tensors that only an update of the optimizer changes.
         health: Whether training should continue from the state.
+
+    Example:
+        >>> import torch, distmp
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(8, 4),
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, fused=True),
+        ...     policy="fp32",
+        ... )
+        >>> StateToSave.of(engine).health
+        Health(problem=None, skipped_in_a_row=0)
     """
 
     step: int

@@ -447,7 +447,8 @@ class Engine:
         """Update the parameters in the compute dtype from `weights`; every rank has to call it.
 
         Ranks may have written to weights that are not sharded a different number of times, as after
-        a broadcast, if the values are the same on all ranks now.
+        a broadcast, if the values are the same on all ranks now. This reads these weights, and the
+        host waits.
 
         Raises:
             ConfigError: On all ranks, if weights that are not sharded differ between ranks.

@@ -48,10 +48,13 @@ def initial_values(
     Raises:
         ConfigError: If the values of a tensor to be computed are unknown.
     """
-    views = {held.name: held.tensor for held in held_tensors(module) if held.tensor.is_meta}
-    # By identity, as a load fills them: a hook may rename the entries.
-    loaded = set() if initialize else {*map(id, module.state_dict(keep_vars=True).values())}
-    computed = {name for name, view in views.items() if id(view) not in loaded}
+    meta = [held for held in held_tensors(module) if held.tensor.is_meta]
+    views = {held.name: held.tensor for held in meta}
+    computed = {
+        held.name
+        for held in meta
+        if initialize or held.key in held.holder._non_persistent_buffers_set
+    }
     if not computed:
         return lambda name, device: _not_a_number(views[name], device)
     remedy = SET_IN_CONSTRUCTOR if is_recorded(module) else BUILD_WHOLE

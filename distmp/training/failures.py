@@ -162,12 +162,12 @@ def _has_lost_rank(environment: RankEnvironment, where: str, error: Exception) -
     """Return whether another rank ended; report it if no rank has reported the cause.
 
     If all ranks are on this machine and none has ended, this rank lost a connection of its own.
-    Ranks on other machines may have ended, so the error is printed as well.
+    Ranks that nothing watches, as on other machines, may have ended: the error is printed as well.
     """
     if not _wait_for_watchdog(
         lambda watchdog: watchdog.ending() is not None or watchdog.end_for_lost_ranks()
     ):
-        if environment.local_world_size == environment.world_size:
+        if _watchdog is not None and environment.local_world_size == environment.world_size:
             return False
         cause = f"{where} stopped because it lost another rank, which left no message"
         _print_first(Ending(environment.rank, cause, LOST_PEER_EXIT_CODE), f"\n{_stack(error)}")

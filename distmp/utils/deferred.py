@@ -17,7 +17,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,11 +30,12 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.tensor_trees import (
     HeldTensor,
-    byte_range,
+    added_attributes,
     checksum,
     held_tensors,
     parameter_like,
     replace_tensors,
+    shared_memory,
 )
 
 if TYPE_CHECKING:
@@ -454,7 +454,7 @@ def recording_of(
 
     Args:
         module: A module from `build_deferred`; or any other, whose tensors on the meta device are
-            set by `reset_parameters` of its modules.
+            set by `reset_parameters` of the modules that hold some of them.
         seed: Seed of the initial values, if `build_deferred` has not built the module.
         device: Keeps the generator of this device too, see `generators_kept`.
         names: Names of the tensors whose values have to be known; None for all.
@@ -486,8 +486,9 @@ def _record_resets(module: nn.Module, seed: int, device: torch.device | None) ->
             setattr(held.holder, held.key, _unset_like(held.tensor))
         for part in parts:
             reset = getattr(part, "reset_parameters", None)
-            has_fake = any(map(is_fake, (*part.parameters(), *part.buffers())))
-            if callable(reset) and has_fake and all(map(is_fake, part.parameters())):
+            own = [*part.parameters(recurse=False)]
+            has_fake = any(map(is_fake, (*own, *part.buffers(recurse=False))))
+            if callable(reset) and has_fake and all(map(is_fake, own)):
                 reset()
     for holder, key, name, tensor in meta:
         recording.views[name] = recording.view(getattr(holder, key))
@@ -545,16 +546,19 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
 
 
 def _refuse_lost(replaced: Iterable[HeldTensor]) -> None:
-    """Refuse what tensors in place of others would lose: hooks and shared memory."""
-    spans = []
-    for _, _, name, tensor in {id(held.tensor): held for held in replaced}.values():
+    """Refuse what tensors in place of others would lose: hooks and a parameter's shared memory."""
+    named = [
+        (held.name, held.tensor) for held in {id(held.tensor): held for held in replaced}.values()
+    ]
+    for name, tensor in named:
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise NotDeferrableError(f"registers a hook on {name}")
-        if tensor.numel():
-            spans.append((tensor.untyped_storage()._cdata, *byte_range(tensor), name))
-    for (storage, _, end, name), (other, start, _, following) in pairwise(sorted(spans)):
-        if storage == other and start < end:
-            raise NotDeferrableError(f"shares memory between {name} and {following}")
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(added_attributes(tensor))):
+            raise NotDeferrableError(f"keeps a tensor in an attribute of {name}")
+    parameters = [each for each in named if isinstance(each[1], nn.Parameter)]
+    others = [each for each in named if not isinstance(each[1], nn.Parameter)]
+    if shared := shared_memory(parameters, others):
+        raise NotDeferrableError(f"shares memory between {shared[0]} and {shared[1]}")
 
 
 def _refuse_attributes(module: nn.Module, is_fake: Callable[[Any], bool]) -> None:

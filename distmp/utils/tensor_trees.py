@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from distmp.errors import require
+from distmp.errors import ConfigError
 from distmp.utils.dtypes import dtype_name
 
 # Longer lists are data, such as token ids.
@@ -101,23 +101,33 @@ def refuse_shared_memory(module: nn.Module, setting: str, value: str) -> None:
         ConfigError: Naming the parameters.
     """
     others = (*module.named_buffers(), *_tensor_attributes(module))
+    if shared := shared_memory(module.named_parameters(), others):
+        problem = (
+            f"would separate {shared[0]!r} and {shared[1]!r}, which share memory; assign one "
+            "nn.Parameter to both modules, or make the view in forward"
+        )
+        raise ConfigError(setting, value, problem)
+
+
+def shared_memory(
+    parameters: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]]
+) -> tuple[str, str] | None:
+    """Return the names of a parameter and another tensor that share memory; None if none do."""
     spans: dict[int, list[tuple[int, int, str, bool]]] = defaultdict(list)
-    for is_parameter, tensors in ((True, module.named_parameters()), (False, others)):
+    for is_parameter, tensors in ((True, parameters), (False, others)):
         for name, tensor in tensors:
             if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
                 of_storage = spans[tensor.untyped_storage()._cdata]
-                of_storage.append((*byte_range(tensor), name, is_parameter))
+                of_storage.append((*_byte_range(tensor), name, is_parameter))
     for of_storage in spans.values():
         # The ends of the parameter, and of the other tensor, that reach furthest so far.
         furthest = {True: (0, ""), False: (0, "")}
         for start, end, name, is_parameter in sorted(of_storage):
             before = max(furthest.values()) if is_parameter else furthest[True]
-            problem = (
-                f"would separate {before[1]!r} and {name!r}, which share memory; assign one "
-                "nn.Parameter to both modules, or make the view in forward"
-            )
-            require(start >= before[0], setting, value, problem)
+            if start < before[0]:
+                return before[1], name
             furthest[is_parameter] = max(furthest[is_parameter], (end, name))
+    return None
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +139,7 @@ def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), value
 
 
-def byte_range(tensor: Tensor) -> tuple[int, int]:
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the one after the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset())
@@ -184,9 +194,14 @@ def held_tensors(module: nn.Module) -> Iterator[HeldTensor]:
 def parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """Return a value as a parameter with the attributes that users have set on another one."""
     new = nn.Parameter(value, parameter.requires_grad)
-    for name in vars(parameter).keys() - vars(parameter.detach()).keys():
-        setattr(new, name, vars(parameter)[name])
+    vars(new).update(added_attributes(parameter))
     return new
+
+
+def added_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that users have set on a tensor."""
+    known = {*vars(tensor.detach()), "_is_param"}
+    return {name: value for name, value in vars(tensor).items() if name not in known}
 
 
 def replace_tensors(

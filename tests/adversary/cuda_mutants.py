@@ -345,8 +345,8 @@ MUTANTS = [
     Mutant(
         "found_inf is read before the update",
         UPDATES,
-        "if self.skips_on_device:\n            self.max_applied",
-        "if self.skips_on_device and not decision.found_inf:\n            self.max_applied",
+        "if self.skips_on_device:\n            if self.max_applied == 0",
+        "if self.skips_on_device and not decision.found_inf:\n            if self.max_applied == 0",
         GIVEN,
     ),
     Mutant(

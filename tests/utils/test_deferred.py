@@ -312,15 +312,27 @@ def test_modules_on_the_meta_device_are_reset() -> None:
     assert torch.equal(computed(again, seed=5)["0.weight"], values["0.weight"])
 
 
-class Resets(nn.Module):
-    """Sets the values of its submodules, one of which another module holds, too."""
+class Holds(nn.Module):
+    """Holds no tensors of its own, so its `reset_parameters` is not called."""
 
-    def __init__(self, value: float, *parts: nn.Module) -> None:
+    def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+
+    def reset_parameters(self, value: float) -> None:
+        raise AssertionError
+
+
+class Resets(Holds):
+    """Sets its own values and those of a submodule, which another module may hold, too."""
+
+    def __init__(self, value: float, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.gain = nn.Parameter(torch.empty(1))
         self.value = value
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, value: float | None = None) -> None:
+        nn.init.constant_(self.gain, self.value)
         nn.init.constant_(self.parts[0].weight, self.value)
 
 
@@ -337,7 +349,7 @@ def test_parents_reset_values_after_their_submodules() -> None:
 def test_values_that_are_not_on_the_meta_device_are_kept() -> None:
     given = nn.Linear(3, 4)
     expected = given.weight.clone()
-    values = computed(nn.Sequential(Resets(2.0, given, nn.Linear(3, 4, device="meta"))))
+    values = computed(nn.Sequential(Holds(given, nn.Linear(3, 4, device="meta"))))
     assert torch.equal(values["0.parts.0.weight"], expected)
 
 
@@ -401,6 +413,15 @@ class Tied(nn.Module):
         self.last.weight = nn.Parameter(self.first.weight)
 
 
+class Columns(nn.Module):
+    """Buffers in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in zip(("cos", "sin"), torch.randn(9, 4).chunk(2, -1), strict=True):
+            self.register_buffer(name, part)
+
+
 class Halves(nn.Module):
     """Parameters and buffers in different parts of one storage."""
 
@@ -425,6 +446,10 @@ def changed(change: Callable[[nn.Parameter], object]) -> Callable[[], nn.Module]
 LOST = [
     (Tied, "^shares memory between first.weight and last.weight$"),
     (changed(lambda p: p.register_hook(lambda g: g * 2)), "^registers a hook on weight$"),
+    (
+        changed(lambda p: setattr(p, "mask", torch.ones_like(p))),
+        "^keeps a tensor in an attribute of w",
+    ),
     (
         changed(lambda p: p.register_post_accumulate_grad_hook(lambda p: None)),
         "^registers a hook on weight$",
@@ -484,8 +509,9 @@ def test_attributes_of_parameters_are_kept() -> None:
     assert not hasattr(module.bias, "no_decay")
 
 
-def test_parts_of_one_storage_can_be_deferred() -> None:
-    values, whole = computed(build_deferred(Halves, 1)), build_whole(Halves, 1).state_dict()
+@pytest.mark.parametrize("build", [Halves, Columns])
+def test_parts_of_one_storage_can_be_deferred(build: Callable[[], nn.Module]) -> None:
+    values, whole = computed(build_deferred(build, 1)), build_whole(build, 1).state_dict()
     assert all(torch.equal(values[name], value) for name, value in whole.items())
 
 
