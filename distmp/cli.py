@@ -14,6 +14,7 @@ from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 from distmp.masking import masked_text
+from distmp.process import run_process
 from distmp.telemetry.console import discard
 from distmp.utils.units import text_table
 
@@ -43,8 +44,6 @@ def run() -> NoReturn:
     """Run the `distmp` command and exit."""
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
-    from distmp.train import run_process  # imports settings, which takes a moment
-
     run_process(_run_command)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from distmp.config import Config, RunConfig, load
 from distmp.distributed.orphans import end_with_launcher
 from distmp.distributed.rank_environment import RankEnvironment, adopt_ranks, is_under_torchrun
-from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE
 from distmp.errors import DistmpError
 from distmp.masking import mask_record, print_message
-from distmp.telemetry.console import flush_standard_streams, open_standard_streams
+from distmp.process import run_process
 from distmp.telemetry.rank_log import RankLog
 
 if TYPE_CHECKING:
@@ -123,28 +122,6 @@ def _run(
         return exit_code
     finally:
         failures.stop_watching()
-
-
-def run_process(command: Callable[[], int]) -> NoReturn:
-    """Run a command in a process that has just started, and end with the exit code it returns."""
-    open_standard_streams()
-    # A crash in native code prints where it happened.
-    faulthandler.enable()
-    end_process(command())
-
-
-def end_process(exit_code: int) -> NoReturn:
-    """End this rank with an exit code.
-
-    If a failure left the process group initialized, the process ends without running destructors:
-    gloo's abort the process if other ranks are gone, which would hide the exit code.
-    """
-    ignore_stop_signals()
-    flush_standard_streams()
-    dist = sys.modules.get("torch.distributed")
-    if exit_code and dist and dist.is_initialized():
-        os._exit(exit_code)
-    sys.exit(exit_code)
 
 
 @contextlib.contextmanager

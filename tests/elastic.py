@@ -109,7 +109,8 @@ def _attempt_and_rank(file: Path) -> tuple[int, int]:
 
 def train(arguments: list[str]) -> None:
     """Run a rank of `python -m distmp.train`."""
-    from distmp.train import end_process, main
+    from distmp.process import end_process
+    from distmp.train import main
 
     end_process(main(arguments))
 

@@ -547,9 +547,8 @@ def _leave_fake(module: nn.Module, recording: Recording, is_fake: Callable[[Any]
 
 def _refuse_lost(replaced: Iterable[HeldTensor]) -> None:
     """Refuse what tensors in place of others would lose: hooks and a parameter's shared memory."""
-    named = [
-        (held.name, held.tensor) for held in {id(held.tensor): held for held in replaced}.values()
-    ]
+    # A tied one once.
+    named = {id(held.tensor): (held.name, held.tensor) for held in replaced}.values()
     for name, tensor in named:
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise NotDeferrableError(f"registers a hook on {name}")

@@ -198,9 +198,17 @@ def parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     return new
 
 
+# Names of the attributes that torch itself sets on a type of tensors. Kept, because `detach` of a
+# tensor without memory takes as long as to record an operation.
+_SET_BY_TORCH: dict[type, set[str]] = {}
+
+
 def added_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that users have set on a tensor."""
-    known = {*vars(tensor.detach()), "_is_param"}
+    kind = type(tensor)
+    if kind not in _SET_BY_TORCH:
+        _SET_BY_TORCH[kind] = {*vars(tensor.detach()), "_is_param"}
+    known = _SET_BY_TORCH[kind]
     return {name: value for name, value in vars(tensor).items() if name not in known}
 
 

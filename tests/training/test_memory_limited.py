@@ -13,8 +13,9 @@ import pytest
 
 from distmp.commands import export
 from distmp.export.weights import load_model
+from distmp.process import end_process
 from distmp.telemetry.records import read_records
-from distmp.train import end_process, main
+from distmp.train import main
 from distmp.training.callbacks import Callback, TrainingLoop
 from tests.elastic import Job, run_jobs
 from tests.memory_limit import limit_memory, reset_peak, status

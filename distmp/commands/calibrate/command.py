@@ -14,7 +14,8 @@ from typing import Any
 from distmp.commands.calibrate.settings import CalibrationConfig
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.parallel.settings import ShardingConfig
-from distmp.train import run_as_rank, run_process
+from distmp.process import run_process
+from distmp.train import run_as_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
