@@ -130,6 +130,7 @@ class ByHand(Loop):
 
     _optimizer: torch.optim.Optimizer
     _scaler: torch.amp.GradScaler
+    _views = False
 
     def step(self) -> None:
         for index, microbatch in enumerate(self.microbatches):
@@ -140,7 +141,7 @@ class ByHand(Loop):
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none=not self._views)
 
     @abstractmethod
     def forward(self, microbatch: dict[str, Tensor], *, last: bool) -> Tensor:
@@ -148,11 +149,19 @@ class ByHand(Loop):
 
 
 class TorchDDP(ByHand):
-    """DDP with autocast."""
+    """DDP with autocast.
 
-    def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
+    Args:
+        work: The model and data.
+        dtype: Compute dtype; None is float32.
+        views: Whether gradients are views of DDP's buckets; they are set to zero then, because a
+            gradient of None is allocated anew by the first microbatch.
+    """
+
+    def __init__(self, work: Work, dtype: torch.dtype | None, *, views: bool = False) -> None:
         super().__init__(work, dtype)
-        self._ddp = DistributedDataParallel(self.model)
+        self._views = views
+        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=views)
         self._optimizer = self.adamw()
         self._scaler = torch.amp.GradScaler(work.device.type, enabled=dtype == FP16)
 

@@ -103,6 +103,9 @@ class Race(NamedTuple):
 def _replicated(dtype: torch.dtype | None, policies: tuple[str, ...]) -> dict[str, Entrant]:
     return {
         "torch DDP": Entrant(lambda work: TorchDDP(work, dtype)),
+        "torch DDP, `gradient_as_bucket_view`": Entrant(
+            lambda work: TorchDDP(work, dtype, views=True)
+        ),
         "accelerate": Entrant(lambda work: Accelerate(work, dtype), "accelerate"),
         "Lightning Fabric": Entrant(lambda work: Fabric(work, dtype), "lightning_fabric"),
         # The check of losses refuses it in 16 bits.

@@ -1,12 +1,14 @@
 """Measure the start from a sharded directory of weights: `python -m benchmarks.start_up`.
 
-A model of transformers in several bf16 files becomes FP32 shards on four CPU ranks in three ways:
+A model of transformers in several bf16 files becomes FP32 shards on four CPU ranks in four ways:
 
 - distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:DIRECTORY`. This includes
   reading the training data and building the engine with its optimizer.
+- Transformers: `from_pretrained` with a `distributed_config`, which shards before it loads.
 - FSDP2 by hand: every rank calls `from_pretrained`, then `fully_shard`.
-- accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it
-  (`fsdp2_prepare_model`, because `prepare` uses FSDP2 on accelerators only).
+- accelerate: FSDP2 with `cpu_ram_efficient_loading` (`fsdp2_prepare_model`, because `prepare` uses
+  FSDP2 on accelerators only). Every rank loads the model all the same: Transformers leaves weights
+  out on other ranks only where the file lacks them.
 
 Each way starts new processes in every round. Time and memory count from the end of imports and
 rendezvous; memory excludes file-backed pages and is sampled every 2 ms.
@@ -200,8 +202,19 @@ def _accelerate(directory: Path) -> nn.Module:
     return prepared
 
 
+def _transformers(directory: Path) -> nn.Module:
+    from transformers import LlamaForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    model: nn.Module = LlamaForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=RANKS)
+    )
+    return model
+
+
 STARTS: dict[str, Callable[[Path], nn.Module]] = {
     "distmp": _distmp,
+    "Transformers, `distributed_config`": _transformers,
     "FSDP2 by hand": _by_hand,
     "accelerate, `cpu_ram_efficient_loading`": _accelerate,
 }
