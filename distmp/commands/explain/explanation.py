@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distmp.commands.explain import observe
-from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.commands.explain.fake_ranks import applied_steps, simulate_ranks
 from distmp.commands.explain.trace_steps import CommVolume, comm_volumes, trace_steps
 from distmp.config import RunConfig
 from distmp.data.order import microbatches_per_rank
@@ -152,7 +152,8 @@ def predict(
     microbatches_per_rank(config.batch.global_batch_size, config.batch.microbatch_size, world_size)
     local = ranks_per_machine or world_size
     group = config.strategy in SHARDED_STRATEGIES
-    with _restored_settings(), simulate_ranks(world_size, local, group=group):
+    ranks = simulate_ranks(world_size, local, group=group)
+    with _restored_settings(), ranks, applied_steps():
         world = World.current(device)
         parts = build_model_and_data(config, world)
         config, auto_reason = choose_strategy(config, parts, world)

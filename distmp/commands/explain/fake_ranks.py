@@ -30,6 +30,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.tensor_trees import tensors_in
 
 # Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
@@ -199,6 +200,12 @@ def fake_ranks(
     finally:
         if group:
             dist.destroy_process_group()
+
+
+def applied_steps() -> contextlib.AbstractContextManager[object]:
+    """Apply every step inside the context: without values, the host would read an overflow."""
+    found_inf = property(lambda self: torch.zeros((), device=self.sums.device), lambda *_: None)
+    return mock.patch.object(StepDecision, "found_inf", found_inf, create=True)
 
 
 @contextlib.contextmanager

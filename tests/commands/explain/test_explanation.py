@@ -33,13 +33,14 @@ from distmp.errors import ConfigError, SetupError
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
 from distmp.training.components import build_model_and_data
-from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL_SUMS
+from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS, PARTIAL_SUMS
 from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run
 from tests.marks import nightly
 from tests.ranks import run_ranks
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+MOMENTUM = {"name": "sgd", "options": {"momentum": 0.9}}
 ONE_RANK = {
     "bf16-autocast": run(precision=policy("bf16-autocast")),
     # One layer more: the kernels of the loss convert 16-bit factors in memory of their own.
@@ -51,7 +52,7 @@ ONE_RANK = {
     "reproducible": run(
         precision=policy("fp32"), reproducible=True, batch={"global_batch_size": 64}
     ),
-    "sgd": run(precision=policy("fp32"), optim={"name": "sgd", "options": {"momentum": 0.9}}),
+    "sgd": run(precision=policy("fp32"), optim=MOMENTUM),
 }
 TWO_RANKS = {
     "ddp": run(precision=policy("bf16,reduce=bf16"), strategy="ddp"),
@@ -150,7 +151,7 @@ def test_gpu_prediction_agrees_with_cpu(name: str) -> None:
     expected = predicted(config, ranks)
     chosen, _ = resolve(config.precision.policy, CPU)
     found = predict(config, chosen, ranks, torch.device("cuda", 0))
-    for part in (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, PARTIAL_SUMS):
+    for part in (PARAMETERS, MASTERS, OPTIMIZER_STATE, GRADIENTS, PARTIAL_SUMS):
         assert found.memory.get(part) == expected.memory.get(part), part
     assert [replace(entry, kind="") for entry in found.communication] == [
         replace(entry, kind="") for entry in expected.communication
@@ -205,6 +206,22 @@ def test_memory_of_one_rank_agrees_with_run(name: str) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = fills
     assert found.memory_bytes == pytest.approx(measured, rel=LIMIT)
     assert found.communication == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "state"),
+    [
+        ({"optim": {"options": {"fused": False}}}, 1, 8),
+        nightly({"strategy": "fsdp", "optim": MOMENTUM}, 2, 2),
+        ({"strategy": "ddp", "shard_optimizer": True, "optim": {"name": "adagrad"}}, 2, 2),
+    ],
+)
+def test_optimizers_that_skip_on_host_are_stepped(
+    settings: dict[str, Any], ranks: int, state: float
+) -> None:
+    found = predicted(run(precision=policy("bf16"), **settings), ranks)
+    assert found.memory[OPTIMIZER_STATE] == pytest.approx(state * found.parameters, rel=0.01)
+    assert found.differences == []
 
 
 @pytest.mark.nightly
