@@ -226,6 +226,7 @@ class DtypeRecorder(TorchDispatchMode):
 
     Attributes:
         observed: What has been observed so far; the caller adds `accumulated`.
+        is_paused: Whether operations are not recorded, as those of the optimizer.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class DtypeRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.observed = ObservedDtypes({}, {}, set(), set(), {})
-        self._in_low_precision_matmul = False
+        self.is_paused = False
         self._groups = {name: group.name for group in groups for name in group.modules}
         self._names: dict[int, str] = {}
         for name, part in model.named_modules():
@@ -269,7 +270,7 @@ class DtypeRecorder(TorchDispatchMode):
         if (device := fake_device(func, args)) is not None:
             return device
         kind = _KIND.get(func.overloadpacket.__name__)
-        if kind is not None and not self._in_low_precision_matmul:
+        if kind is not None and not self.is_paused:
             self._record(kind, [t.dtype for t in tensors_in(args) if t.is_floating_point()])
         return func(*args, **(kwargs or {}))
 
@@ -289,11 +290,11 @@ class DtypeRecorder(TorchDispatchMode):
 
         def watched(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
             formats.update((names[a.number_format], names[b.number_format]))
-            self._in_low_precision_matmul = True
+            self.is_paused = True
             try:
                 return product(a, b, dtype)
             finally:
-                self._in_low_precision_matmul = False
+                self.is_paused = False
 
         return watched
 

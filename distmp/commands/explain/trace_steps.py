@@ -43,18 +43,19 @@ class Collective(NamedTuple):
     Attributes:
         kind: Name of the collective, such as "all-reduce".
         dtype: Communication dtype.
-        elements: Number of elements of the full tensor.
+        elements: Number of elements of the full tensor; with unequal parts, that of a tensor of
+            equal parts of which rank 0 sends as many.
         ranks: The ranks of the group. Rank 0, whose bytes are counted, is one of them.
         microbatch: Microbatch of the step in which it was started, from 0; -1 before the first.
-        updated: Whether it was started after the optimizer's step.
+        updated: Whether it was started after the optimizer's step; None: during it.
     """
 
     kind: str
     dtype: torch.dtype
-    elements: int
+    elements: float
     ranks: Sequence[int]
     microbatch: int
-    updated: bool
+    updated: bool | None
 
     @property
     def nbytes(self) -> float:
@@ -80,7 +81,7 @@ class CollectiveRecorder(TorchDispatchMode):
     Attributes:
         collectives: The recorded collectives, in order.
         microbatch: The current microbatch of the step, set by the caller.
-        updated: Whether the optimizer has run, set by the caller.
+        updated: Whether the optimizer has run, set by the caller; None while it runs.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,8 @@ class CollectiveRecorder(TorchDispatchMode):
     def start(self) -> None:
         """Start recording a new step."""
         self.collectives: list[Collective] = []
-        self.microbatch, self.updated = -1, False
+        self.microbatch = -1
+        self.updated: bool | None = False
 
 
 def started(func: Any, args: Any) -> Collective | None:
@@ -106,13 +108,16 @@ def started(func: Any, args: Any) -> Collective | None:
     if func.namespace != "c10d" or name not in KINDS:
         return None
     tensors = tensors_in(args)
+    ranks = group_ranks(args)
     # Base operations take (output, input), list operations (outputs, inputs): the larger side is
     # the full tensor.
-    if "_base_" in name:
+    if name == "alltoall_base_" and (sizes := args[4]):  # unequal parts, of which one stays here
+        elements = sum(sizes[1:]) * len(ranks) / max(1, len(ranks) - 1)
+    elif "_base_" in name:
         elements = max(tensor.numel() for tensor in tensors)
     else:
         elements = sum(tensor.numel() for tensor in tensors_in(args[0]))
-    return Collective(KINDS[name][0], tensors[0].dtype, elements, group_ranks(args), 0, False)
+    return Collective(KINDS[name][0], tensors[0].dtype, elements, ranks, 0, False)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,8 @@ def _purpose(collective: Collective, *, shards: bool) -> str:
         return "module buffers"
     if collective.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "decision" if collective.dtype == torch.float64 else "agreement"
+    if collective.updated is None:
+        return "optimizer"
     if collective.kind == "all-gather" and (shards or collective.updated):
         return "parameters"
     return "gradients"
@@ -249,7 +256,7 @@ def trace_steps(
         memory.label(average, memory_parts.AVERAGE)
         low_precision = engine.low_precision_matmuls.layers
         dtypes = DtypeRecorder(engine.model, low_precision, groups)
-        tracker = _PhaseTracker(engine, memory, recorder, parts.loss, dtypes.observed.accumulated)
+        tracker = _PhaseTracker(engine, memory, recorder, dtypes, parts.loss)
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
         alone = replace(config, data=replace(config.data, workers=0))
@@ -295,17 +302,13 @@ def _average(engine: Engine) -> list[Tensor]:
 
 @dataclass(eq=False)
 class _PhaseTracker:
-    """Updates the phase of the memory tracker and of the recorder during a step.
-
-    Attributes:
-        accumulated: Dtypes of the buffers in which gradients are summed.
-    """
+    """Updates the phase of the memory tracker and of the recorders during a step."""
 
     engine: Engine
     memory: LiveBytes
     recorder: CollectiveRecorder
+    dtypes: DtypeRecorder
     loss_of_run: Any
-    accumulated: set[torch.dtype]
     microbatch: int = 0
 
     def loss(self, module: nn.Module, batch: Any) -> Any:
@@ -313,7 +316,8 @@ class _PhaseTracker:
         self.recorder.microbatch = self.microbatch
         self.microbatch += 1
         # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
-        self.accumulated.update(tensor.dtype for tensor in self._label_gradients())
+        sums = self._label_gradients()
+        self.dtypes.observed.accumulated.update(tensor.dtype for tensor in sums)
         self.memory.phase = memory_parts.ACTIVATIONS
         try:
             return self.loss_of_run(module, batch)
@@ -324,10 +328,11 @@ class _PhaseTracker:
         """Enter the phase of the optimizer's step."""
         self._label_gradients()
         self.memory.phase = memory_parts.OPTIMIZER
+        self.recorder.updated, self.dtypes.is_paused = None, True
 
     def after_update(self, *_: Any) -> None:
         """Leave the phase of the optimizer's step."""
-        self.recorder.updated = True
+        self.recorder.updated, self.dtypes.is_paused = True, False
         self.memory.phase = memory_parts.REST
 
     def label(self) -> None:

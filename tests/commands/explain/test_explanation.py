@@ -30,6 +30,7 @@ from distmp.config import RunConfig
 from distmp.distributed import collectives
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
+from distmp.optim import owners
 from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
 from distmp.training.components import build_model_and_data
@@ -221,6 +222,24 @@ def test_optimizers_that_skip_on_host_are_stepped(
 ) -> None:
     found = predicted(run(precision=policy("bf16"), **settings), ranks)
     assert found.memory[OPTIMIZER_STATE] == pytest.approx(state * found.parameters, rel=0.01)
+    assert found.differences == []
+
+
+def test_exchange_of_muon_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, all_to_all = [], owners.all_to_all
+
+    def counted(*arguments: Any) -> Any:
+        _, _, _, _, (_kept, *sizes) = arguments
+        sent.append(sum(sizes))
+        return all_to_all(*arguments)
+
+    monkeypatch.setattr(owners, "all_to_all", counted)
+    optim = {"name": "muon", "options": {"ns_dtype": "bf16"}}
+    batch = {"microbatch_size": 1}
+    found = predicted(run(precision=policy("bf16"), strategy="fsdp", optim=optim, batch=batch), 16)
+    (exchange,) = (entry for entry in found.communication if entry.purpose == "optimizer")
+    # Rank 0 owns the most expensive matrix; two steps were traced.
+    assert (exchange.dtype, exchange.nbytes) == (torch.bfloat16, 2 * sum(sent) / 2)
     assert found.differences == []
 
 
