@@ -72,7 +72,8 @@ class FakeRanks(TorchDispatchMode):
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
             return None
-        of_model = result.is_floating_point() and result.dim() > 0
+        # `torch.load` replaces the memory of empty tensors by that of a file.
+        of_model = result.is_floating_point() and result.dim() > 0 and result.numel() > 0
         return result if of_model or result.numel() > MAX_REAL_ELEMENTS else None
 
 
@@ -219,11 +220,6 @@ def _missing_values_refused() -> Iterator[None]:
     ) as error:
         cause = f"cannot be traced without the values of its tensors, at the operation {error.func}"
         raise ConfigError("model.name", "the model or its loss", cause) from error
-    except RuntimeError as error:
-        if "Uninitialized" not in str(error):
-            raise
-        problem = "has a lazy layer, whose parameters have no shape yet; give the layer all sizes"
-        raise ConfigError("model.name", "the model", problem) from error
 
 
 def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:

@@ -440,6 +440,34 @@ def test_data_is_read_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     explain(run(data={"workers": 2}), 1)
 
 
+class Loaded(nn.Linear):
+    """Starts from weights in a file."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.load_state_dict(torch.load("loaded.pt")[0])
+
+
+def loaded_samples(split: str, sequence_length: int) -> Any:
+    return torch.load("loaded.pt")[1]
+
+
+def squares(model: nn.Module, batch: Any) -> Any:
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+def test_samples_and_weights_are_loaded_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    samples = [{"x": torch.ones(4)} for _ in range(16)]
+    torch.save((nn.Linear(4, 2).state_dict(), samples), "loaded.pt")
+    model = {"name": f"{__name__}:Loaded", "loss": f"{__name__}:squares"}
+    config = run(data={"source": f"{__name__}:loaded_samples", "path": None})
+    config = replace(config, model=replace(RunConfig().model, **model))
+    assert explain(config, 1).parameters == 10
+
+
 def unvalidated(split: str, sequence_length: int) -> range | None:
     return range(100) if split == "train" else None
 
@@ -453,7 +481,7 @@ def test_data_that_a_run_refuses_is_refused() -> None:
 def test_value_dependent_model_is_refused() -> None:
     model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
     lazy = replace(RunConfig().model, name="tests.commands.explain.runs:lazy")
-    with pytest.raises(ConfigError, match="has a lazy layer, whose parameters have no shape yet"):
+    with pytest.raises(ConfigError, match="has no shape yet; give its layer all sizes"):
         explain(replace(run(precision=policy("fp32")), model=lazy), 1)
     with pytest.raises(ConfigError, match="cannot be traced without the values"):
         explain(replace(run(precision=policy("fp32")), model=model), 1)
