@@ -146,12 +146,13 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
     """
     in_fp32 = parameters_in_fp32(module, policy)
     return {
-        name: _storage_dtype(parameter, policy, kept=id(parameter) in in_fp32)
+        name: storage_dtype(parameter, policy, kept=id(parameter) in in_fp32)
         for name, parameter in module.named_parameters()
     }
 
 
-def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
+def storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
+    """Return the dtype in which a module holds a parameter, see `storage_dtypes`."""
     is_converted = kept or policy.casts_parameters or parameter.requires_grad
     if not (parameter.is_floating_point() and is_converted):
         return parameter.dtype

@@ -287,8 +287,8 @@ FIELDS = {
 
 
 def dtype_word(dtype: torch.dtype) -> str:
-    """Return "bf16" for `torch.bfloat16`, as configurations spell it."""
-    return next(word for word, known in DTYPE_WORDS.items() if known == dtype)
+    """Return "bf16" for `torch.bfloat16`, as configurations spell it, or the name of another."""
+    return next((word for word, known in DTYPE_WORDS.items() if known == dtype), dtype_name(dtype))
 
 
 def _low_precision(

@@ -17,7 +17,7 @@ from distmp.commands.explain.fake_ranks import fake_device
 from distmp.errors import listed
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.precision.keep import modules_in_fp32, outermost
+from distmp.precision.keep import modules_in_fp32, outermost, storage_dtype
 from distmp.precision.policy import PrecisionPolicy
 from distmp.quantization.layers import LowPrecisionLayers, product_formats
 from distmp.quantization.operands import FORMATS, Operand
@@ -31,11 +31,11 @@ NO_MODULE = "(outside of modules)"
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules whose names differ only in numbers, and that the policy treats alike.
+    """Modules whose names differ only in numbers, and that are stored and treated alike.
 
     Attributes:
-        name: Their name, with `*` for numbers. If the policy treats modules of this name
-            differently, the numbers of the group follow.
+        name: Their name, with `*` for numbers. If modules of this name are treated differently, the
+            numbers of the group follow.
         modules: Names of the modules.
         parameters: Number of elements of their own parameters; shared ones count once.
         stored: Dtype of the module's parameters, or of a rank's shards.
@@ -90,14 +90,17 @@ def expected_groups(
     tops = modules_in_fp32(model, policy).values()
     kept = {id(part) for top in tops for part in top.modules()}
     shown = {id(top) for top in tops if next(top.parameters(), None) is None}
-    groups: dict[tuple[str, bool, bool], ModuleGroup] = {}
+    groups: dict[tuple[str, bool, bool, torch.dtype], ModuleGroup] = {}
     counted: set[int] = set()
     for name, part in model.named_modules():
         own = [value for value in part.parameters(recurse=False) if id(value) not in counted]
         if not own and id(part) not in shown:
             continue
         counted.update(map(id, own))
-        key = (group_name(name) or type(part).__name__, id(part) in kept, id(part) in low_precision)
+        is_kept = id(part) in kept
+        stored = torch.float32 if is_kept else _stored(part, policy, strategy)
+        named = group_name(name) or type(part).__name__
+        key = named, is_kept, id(part) in low_precision, stored
         group = groups.get(key) or _group(key, part, policy, strategy)
         count = group.parameters + sum(value.numel() for value in own)
         trained = group.trained or any(value.requires_grad for value in own)
@@ -115,26 +118,33 @@ def _with_numbers(group: ModuleGroup) -> str:
     return f"{group.name} [{numbers}]"
 
 
-def _group(
-    key: tuple[str, bool, bool], part: nn.Module, policy: PrecisionPolicy, strategy: str
-) -> ModuleGroup:
-    name, kept, low_precision = key
-    fp32 = torch.float32
+def _stored(part: nn.Module, policy: PrecisionPolicy, strategy: str) -> torch.dtype:
     sharded = strategy in SHARDED_STRATEGIES
-    # The optimizer updates FSDP's shards, which are cast when they are gathered.
-    held = policy.param_dtype if sharded else policy.module_dtype
     own = [*part.parameters(recurse=False)]
-    if sharded and own and not any(value.requires_grad for value in own):
-        held = own[0].dtype  # frozen shards keep it
+    if own and not any(value.requires_grad for value in own):
+        # Frozen shards keep their dtype.
+        return own[0].dtype if sharded else storage_dtype(own[0], policy, kept=False)
+    # The optimizer updates FSDP's shards, which are cast when they are gathered.
+    return policy.param_dtype if sharded else policy.module_dtype
+
+
+def _group(
+    key: tuple[str, bool, bool, torch.dtype],
+    part: nn.Module,
+    policy: PrecisionPolicy,
+    strategy: str,
+) -> ModuleGroup:
+    name, kept, low_precision, stored = key
+    fp32 = torch.float32
     return ModuleGroup(
         name=name,
         modules=(),
         parameters=0,
-        stored=fp32 if kept else held,
+        stored=stored,
         updated=fp32 if kept else policy.param_dtype,
         computed=fp32 if kept else _computed(part, policy),
         # FSDP2 has a communication dtype per group; flat buckets have one for all.
-        reduced=fp32 if kept and sharded else policy.reduce_dtype,
+        reduced=fp32 if kept and strategy in SHARDED_STRATEGIES else policy.reduce_dtype,
         accumulated=policy.accumulate_dtype,
         kept=kept,
         low_precision=_operand_formats(policy) if low_precision else (),

@@ -181,12 +181,12 @@ def comm_volumes(
 def _purpose(collective: Collective, *, shards: bool) -> str:
     if collective.kind == "broadcast":
         return "module buffers"
+    if collective.kind == "all-gather" and (shards or collective.updated):
+        return "parameters"  # FSDP2 gathers different dtypes as bytes
     if collective.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "decision" if collective.dtype == torch.float64 else "agreement"
     if collective.updated is None:
         return "optimizer"
-    if collective.kind == "all-gather" and (shards or collective.updated):
-        return "parameters"
     return "gradients"
 
 

@@ -72,5 +72,21 @@ class Indecisive(nn.Module):
         return x + x[x > 0].sum()
 
 
+class Positions(nn.Module):
+    """Adds a frozen table in FP64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(64, 16, dtype=torch.float64)
+        self.table = nn.Parameter(table, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[: x.shape[1]].to(x.dtype)
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Embedding(257, 16), Positions(), nn.Linear(16, 257))
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.Embedding(257, 8), nn.LazyLinear(257))

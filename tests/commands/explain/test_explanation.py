@@ -418,6 +418,17 @@ def test_shards_are_not_reported_as_differences(strategy: str, text: str) -> Non
     assert found.differences == []
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_frozen_weights_keep_their_dtype(strategy: str) -> None:
+    config = run(precision=policy("bf16-autocast"), strategy=strategy)
+    model = replace(RunConfig().model, name="tests.commands.explain.runs:frozen")
+    found = explain(replace(config, model=model), 2)
+    assert found.differences == []
+    assert any(line.startswith("* [1] ") and " float64 " in line for line in report(found))
+    # FSDP2 gathers weights of two dtypes as bytes.
+    assert "agreement" not in {entry.purpose for entry in found.communication}
+
+
 def test_difference_from_policy_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     model = {"name": "tests.commands.explain.runs:Stubborn"}
     config = replace(run(precision=policy("bf16")), model=replace(RunConfig().model, **model))
