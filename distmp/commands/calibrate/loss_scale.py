@@ -141,14 +141,15 @@ def report(calibration: Calibration, rules: LossScaleConfig) -> Iterator[str]:
 
 def _advice(found: ExponentHistogram, scale: float, rules: LossScaleConfig) -> Iterator[str]:
     yield (
-        f"recommended: precision.loss_scale.init = {scale:g} ({_power(_exponent(scale))}); the "
-        "largest gradient stays a factor of 8 or more below overflow"
+        f"recommended: precision.loss_scale.init = {scale:g} ({_power(_exponent(scale))}), or "
+        f"loss_scale={scale:g} in a policy that fixes the loss scale; the largest gradient stays a "
+        "factor of 8 or more below overflow"
     )
     if not rules.min_scale <= scale <= rules.max_scale:
         name = "min_scale" if scale < rules.min_scale else "max_scale"
         yield (
-            f"precision.loss_scale.{name} = {getattr(rules, name):g} does not allow it; set it to "
-            f"{scale:g} as well"
+            f"precision.loss_scale.{name} = {getattr(rules, name):g} does not allow this init; set "
+            f"it to {scale:g} as well"
         )
     lost = found.shares(_exponent(scale)).zero
     if lost > MAX_LOST_SHARE:

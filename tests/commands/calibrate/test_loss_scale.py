@@ -162,15 +162,15 @@ def test_table_agrees_with_counts() -> None:
     # 8 * 2^9 * 8 = 2^15: the recommended scale.
     assert table["2^9"] == ["0", "28.571%", "0", "recommended"]
     assert table["2^24"] == ["0", "0", "42.857%"]
-    assert "recommended: precision.loss_scale.init = 512 (2^9)" in lines[-1]
+    assert "recommended: precision.loss_scale.init = 512 (2^9), or loss_scale=512 in" in lines[-1]
 
 
 def test_limits_that_exclude_recommendation_are_named() -> None:
     small = calibration(2.0**-30, 2.0**-50)
-    assert "precision.loss_scale.max_scale = 1.67772e+07 does not allow it" in lines_of(small)[-1]
+    assert "precision.loss_scale.max_scale = 1.67772e+07 does not allow this" in lines_of(small)[-1]
     assert "does not allow" not in lines_of(small, max_scale=2.0**42)[-1]
     large = calibration(2.0**20)
-    assert "precision.loss_scale.min_scale = 1 does not allow it" in lines_of(large)[-1]
+    assert "precision.loss_scale.min_scale = 1 does not allow this" in lines_of(large)[-1]
 
 
 def test_range_too_wide_for_float16_is_reported() -> None:
