@@ -87,4 +87,8 @@ def _bytes_of_rank(
         ranks = world.world_size if config.shard_optimizer else 1
         return policy.module_dtype.itemsize * elements + gradients + updated // ranks
     shards = shard_size(config.sharding, world) if option == "hsdp" else world.world_size
-    return (policy.param_dtype.itemsize * elements + gradients + moments) // shards
+    frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+    if config.model.peft is not None and policy.casts_parameters:  # see `round_frozen`
+        frozen = policy.module_dtype.itemsize * (elements - trained)
+    weights = policy.param_dtype.itemsize * trained + frozen
+    return (weights + gradients + moments) // shards

@@ -82,6 +82,17 @@ def test_fastest_strategy_that_fits_is_chosen_with_reason(
         )
 
 
+def test_frozen_weights_of_adapters_count_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    adapters = {"peft": {"r": 2, "target_modules": ["down"]}}
+    config = config_of(model={**MODEL, **adapters})
+    with world() as simulated:
+        parameters = [*build_model_and_data(config, simulated).model.parameters()]
+    need = sum((16 if each.requires_grad else 2) * each.numel() for each in parameters) / LOCAL
+    assert chosen(monkeypatch, config, int(need / SHARE) + 16)[0] == "hsdp"
+    assert chosen(monkeypatch, config, int(need / SHARE) - 16)[0] == "fsdp"
+
+
 def test_hsdp_needs_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for local in (RANKS, 1):
         found, reason = chosen(monkeypatch, config_of(), 10**7, local)
