@@ -10,8 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from distmp.commands.calibrate import loss_scale
 from distmp.commands.calibrate.settings import WARM_UP, CalibrationConfig
 from distmp.data.evaluation import evaluation_batches
@@ -310,7 +308,6 @@ def measure(
     with closing(components.training_batches(config, parts, world, progress)) as batches:
         for _ in range(steps):
             microbatches = next(batches).microbatches
-            torch.manual_seed(config.seed)
             begin = time.perf_counter()
             numbers = engine.step(microbatches).numbers
             seconds.append(time.perf_counter() - begin)
