@@ -434,7 +434,6 @@ class RunConfig(Section):
         valid = self.strategy != "single" or not self.shard_optimizer
         hint = "has no effect under strategy single, which has one rank; remove it, or use ddp"
         self._require(valid, "shard_optimizer", hint)
-        self.parallel(microbatches=None)
         if self.strategy in SHARDED_STRATEGIES:
             AccumulationSettings(
                 shard_optimizer=self.shard_optimizer,
