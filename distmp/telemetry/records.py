@@ -103,7 +103,8 @@ class RecordWriter:
     Args:
         path: The file; it and its directory are created if missing.
         resume_after_step: First drop records of later steps, so that a run resumed after that
-            step has every step once (0 drops all). None keeps every complete record.
+            step has every step once (0 drops all). Until `saved`, another file keeps them: their
+            checkpoints are still valid, and a run that resumes from one gets them back.
         warn: Called with a message when records cannot be written, and when they can again.
 
     Raises:
@@ -113,18 +114,20 @@ class RecordWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        resume_after_step: int | None,
+        resume_after_step: int,
         warn: Callable[[str], None],
     ) -> None:
         self._path = Path(path)
+        self._abandoned = self._path.with_name(f"{self._path.name}.abandoned")
         # What to drop when the file is opened next; None appends to the file as it is.
-        self._last_kept: float | None = math.inf if resume_after_step is None else resume_after_step
+        self._last_kept: float | None = resume_after_step
         self._warn = warn
         self._buffered: deque[bytes] = deque(maxlen=MAX_BUFFERED)
         self._file: FileIO | None = None
         self._size = 0  # of the complete records in the file
         self._failing = False
         with suppress(OSError):  # `_flush` tries again, and warns
+            self._keep_abandoned(resume_after_step)
             self._opened()
         self._flush()
 
@@ -160,6 +163,11 @@ class RecordWriter:
             new = dataclasses.replace(last[0], validation_loss=loss, validation_metrics=own)
             self.rewind(step - 1, new)
 
+    def saved(self) -> None:
+        """Delete the dropped records: the run has saved a checkpoint since, and goes on from it."""
+        with suppress(OSError):
+            self._abandoned.unlink()
+
     def close(self) -> None:
         """Write buffered records, or warn that they are lost, and close the file."""
         if self._buffered:
@@ -168,6 +176,15 @@ class RecordWriter:
             self._warn(f"{len(self._buffered)} records are lost: cannot write {self._path}")
         if self._file is not None:
             self._file.close()
+
+    def _keep_abandoned(self, last_step: int) -> None:
+        """Copy records that will be dropped, or take them back if the run continues from them."""
+        reached = max((r.step for r in read_records(self._path)), default=0)
+        kept = self._abandoned.exists()
+        if reached < last_step and kept:
+            _copy(self._abandoned, self._path)
+        elif reached > last_step and not kept:
+            _copy(self._path, self._abandoned)
 
     def _flush(self) -> None:
         try:
@@ -248,6 +265,11 @@ def _replace_later_records(path: Path, last_step: float, new_lines: Iterable[byt
                 kept.add(step)
                 new.write(line)
         new.writelines(new_lines)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with replacing(target) as file:
+        file.write(source.read_bytes())
 
 
 def _complete_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:

@@ -43,6 +43,10 @@ _RECORDS = st.builds(
 )
 
 
+# Of no record: a run that resumes after it keeps all of them.
+_LAST = 1 << 40
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "records.jsonl"
@@ -58,7 +62,7 @@ def _refuse(constant: str) -> None:
 def test_round_trip(records: list[StepRecord]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "records.jsonl"
-        with closing(RecordWriter(path, None, pytest.fail)) as writer:
+        with closing(RecordWriter(path, _LAST, pytest.fail)) as writer:
             for item in records:
                 writer.write(item)
         lines = path.read_text(encoding="ascii").split("\n")
@@ -72,7 +76,7 @@ def test_round_trip(records: list[StepRecord]) -> None:
 
 
 def test_nan_and_infinities_are_distinguished(path: Path) -> None:
-    with closing(RecordWriter(path, None, pytest.fail)) as writer:
+    with closing(RecordWriter(path, _LAST, pytest.fail)) as writer:
         writer.write(record(loss=math.nan, grad_norm=math.inf, validation_loss=-math.inf))
     (found,) = read_records(path)
     assert math.isnan(found.loss)
@@ -81,14 +85,14 @@ def test_nan_and_infinities_are_distinguished(path: Path) -> None:
 
 
 def test_lines_are_readable_immediately(path: Path) -> None:
-    writer = RecordWriter(path, None, pytest.fail)
+    writer = RecordWriter(path, _LAST, pytest.fail)
     for step in (1, 2, 3):
         writer.write(record(step))
         assert [found.step for found in read_records(path)] == list(range(1, step + 1))
     writer.close()
 
 
-def _written(path: Path, steps: range, resume_after_step: int | None = None) -> None:
+def _written(path: Path, steps: range, resume_after_step: int = _LAST) -> None:
     with closing(RecordWriter(path, resume_after_step, pytest.fail)) as writer:
         for step in steps:
             writer.write(record(step))
@@ -118,7 +122,22 @@ def test_resumed_run_records_every_step_once(path: Path, resume_after_step: int)
     assert _steps(path) == expected
 
 
-def test_complete_records_are_kept_without_resume_step(path: Path) -> None:
+def test_resume_that_saves_nothing_drops_no_record(path: Path) -> None:
+    _written(path, range(1, 8))
+    for _ in range(2):
+        _written(path, range(3, 5), resume_after_step=2)
+        assert _steps(path) == [1, 2, 3, 4]
+    _written(path, range(7, 9), resume_after_step=6)
+    assert _steps(path) == [*range(1, 9)]
+    with closing(RecordWriter(path, 2, pytest.fail)) as writer:
+        write_steps(writer, 3, 4)
+        writer.saved()
+    _written(path, range(5, 7), resume_after_step=5)
+    assert _steps(path) == [1, 2, 3, 4, 5, 6]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_complete_records_up_to_resume_step_are_kept(path: Path) -> None:
     _written(path, range(1, 4))
     with path.open("ab") as file:
         file.write(b'{"step": 4, "sam')
@@ -155,7 +174,7 @@ def test_records_are_buffered_on_full_disk(tmp_path: Path) -> None:
     messages: list[str] = []
     with disk(tmp_path / "disk", "size=64k") as directory:
         path = directory / "records.jsonl"
-        with closing(RecordWriter(path, None, messages.append)) as writer:
+        with closing(RecordWriter(path, _LAST, messages.append)) as writer:
             writer.write(record(1))
             ballast = fill(directory)
             for step in range(2, 40):  # more than fits into the rest of the page
@@ -184,7 +203,7 @@ def test_records_are_buffered_on_full_disk(tmp_path: Path) -> None:
 def test_cause_of_incomplete_write_is_reported(path: Path) -> None:
     messages: list[str] = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with closing(RecordWriter(path, None, messages.append)) as writer:
+    with closing(RecordWriter(path, _LAST, messages.append)) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         try:
             for step in range(1, 5):
@@ -199,7 +218,7 @@ def test_cause_of_incomplete_write_is_reported(path: Path) -> None:
 def test_deleted_file_is_created_again(tmp_path: Path) -> None:
     messages: list[str] = []
     path = tmp_path / "run" / "records.jsonl"
-    with closing(RecordWriter(path, None, messages.append)) as writer:
+    with closing(RecordWriter(path, _LAST, messages.append)) as writer:
         writer.write(record(1))
         shutil.rmtree(path.parent)
         writer.write(record(2))
@@ -253,7 +272,7 @@ def test_fields_of_later_versions_are_ignored(path: Path) -> None:
 
 
 def test_overflow_without_json_form_writes_nothing(path: Path) -> None:
-    with closing(RecordWriter(path, None, pytest.fail)) as writer:
+    with closing(RecordWriter(path, _LAST, pytest.fail)) as writer:
         with pytest.raises(TypeError):
             writer.write(record(1, overflow={"where": object()}))
         writer.write(record(2, overflow={"largest": [math.nan, 1.5]}))
@@ -350,4 +369,4 @@ def test_damaged_line_does_not_end_a_run(path: Path) -> None:
     assert "line 2: not a step record" in messages[1]
     path.write_bytes(b"a note\n")
     with pytest.raises(RecordError, match="line 1: not a step record"):
-        RecordWriter(path, None, pytest.fail)
+        RecordWriter(path, _LAST, pytest.fail)

@@ -176,6 +176,7 @@ def test_rollback_of_abandoned_branch_stays_in_it(tmp_path: Path) -> None:
     run(tmp_path, *often, "--steps=6", poisoned=bad)
     back = f"--resume={checkpoints / 'step-000002'}"
     run(tmp_path, *often, back, "--steps=6", "--optim.lr=0.01", poisoned=bad)
+    assert not (tmp_path / "run" / "steps.jsonl.abandoned").exists()
     abandoned = weight("step-000004.abandoned")
     assert not torch.equal(weight("step-000004"), abandoned)
     back = f"--resume={checkpoints / 'step-000004.abandoned'}"

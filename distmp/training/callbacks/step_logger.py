@@ -75,6 +75,11 @@ class StepLogger(Callback):
             if self._writer is not None:
                 self._writer.add_validation(trainer.progress.step, loss, metrics)
 
+    def on_save(self, trainer: TrainingLoop, step: int, seconds: float) -> None:
+        """Delete records of steps whose checkpoints the save has set aside."""
+        if self._writer is not None:
+            self._writer.saved()
+
     def on_rollback(self, trainer: TrainingLoop, rollback: Rollback) -> None:
         """Drop the records of later steps; the next record notes the rollback."""
         if self._writer is not None:
