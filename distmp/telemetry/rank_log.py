@@ -22,8 +22,9 @@ from distmp.telemetry.console import flush_standard_streams
 
 logger = logging.getLogger("distmp")
 
-# It ignores signals that end a job, so that the last output of ranks is copied.
-_TEE = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec tee -a \"$0\"")
+# It ignores signals that end a job, so that the last output of ranks is copied, and the one of a
+# closed reader, so that the file is still written.
+_TEE = ("sh", "-c", "trap '' PIPE HUP INT TERM USR1 USR2; exec tee -a \"$0\"")
 
 # A child process of the rank may keep the pipe open; `tee` then exits together with it.
 _END_SECONDS = 2.0

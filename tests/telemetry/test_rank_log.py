@@ -112,6 +112,22 @@ def test_log_is_complete_after_kill(tmp_path: Path) -> None:
     assert ended.errors == "terminate called\n"
 
 
+def test_log_goes_on_without_reader(tmp_path: Path) -> None:
+    def program() -> None:
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        os.close(read)
+        with RankLog() as log:
+            log.start("--- a start")
+            log.place(tmp_path / "log")
+            os.write(1, b"first\n")
+            time.sleep(0.3)  # `tee` could end
+            os.write(1, b"second\n")
+
+    assert in_a_process(program).status == 0
+    assert (tmp_path / "log").read_text() == "--- a start\nfirst\nsecond\n"
+
+
 def test_job_signals_do_not_stop_copying(tmp_path: Path) -> None:
     """Slurm sends them to all processes before it ends a job."""
 
