@@ -8,6 +8,7 @@ numbers of tokens (`max_tokens`) are shown, unless these are environment variabl
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -103,9 +104,10 @@ def masked_text(text: str) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print a message without secrets to standard error, in a single write."""
-    sys.stderr.write(f"distmp: {masked_text(text)}\n")
-    sys.stderr.flush()
+    """Print a message without secrets to standard error, in a single write; ignores errors."""
+    with contextlib.suppress(OSError):  # the watchdog ends this rank afterwards
+        sys.stderr.write(f"distmp: {masked_text(text)}\n")
+        sys.stderr.flush()
 
 
 def _is_no_name(name: re.Match[str]) -> bool:

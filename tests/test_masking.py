@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.masking import HIDDEN, is_masked, is_secret, mask_record, masked, masked_text
+from distmp.masking import (
+    HIDDEN,
+    is_masked,
+    is_secret,
+    mask_record,
+    masked,
+    masked_text,
+    print_message,
+)
 from distmp.utils.environment_info import relevant
 
 SECRET = "hush-42/+x"
@@ -103,6 +113,12 @@ def test_errors_and_log_messages_are_masked() -> None:
     record = logging.LogRecord("distmp", 30, "", 0, "lost %s", (url,), None)
     assert mask_record(record)
     assert record.getMessage() == "lost s3://***@bucket"
+
+
+def test_message_without_reader_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the watchdog from ending this rank."""
+    monkeypatch.setattr(sys, "stderr", Mock(**{"flush.side_effect": BrokenPipeError}))
+    print_message("rank 1 hangs")
 
 
 def test_environment_variables_are_masked() -> None:
