@@ -156,8 +156,11 @@ class Trainer(TrainingLoop):
 
     def _exit_of(self, callback: Callback) -> Callable[..., None]:
         def leave(_kind: object, error: BaseException | None, _traceback: object) -> None:
+            failed_in = current_phase.now
             self._enter_hook("on_exit", callback)
             callback.on_exit(self, error)
+            if error is not None:  # its message contains the phase in which it was raised
+                current_phase.now = failed_in
 
         return leave
 

@@ -76,10 +76,7 @@ class Profiling(Callback):
         if self._profile is None:
             return
         # No collective: the other ranks may be gone or in other code.
-        failed_in = current_phase.now
         self._stop()
-        # The error message contains the phase in which the error was raised.
-        current_phase.now = failed_in
         logger.warning("profile: the recording up to the error is in %s", self._directory)
 
     def _finish(self) -> None:

@@ -376,6 +376,18 @@ def test_hang_report_names_hook_and_step(tmp_path: Path) -> None:
     ]
 
 
+class Fails(Callback):
+    def on_step_begin(self, trainer: TrainingLoop, step: int) -> None:
+        raise ArithmeticError
+
+
+@ranks(1)
+def test_error_leaves_the_phase_in_which_it_was_raised(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        finished(trainer(tmp_path / "run", Fails(), Phases(), callbacks=[]))
+    assert str(current_phase.now).endswith("on_step_begin of callback Fails")
+
+
 OPTIONS = f"{{name: {__name__}:History, options: {{factor: 3.0}}}}"
 
 
