@@ -57,7 +57,8 @@ def progress_line(record: StepRecord, total_steps: int, seconds_left: float) -> 
     Args:
         record: The step.
         total_steps: Number of steps of the run.
-        seconds_left: Estimated time until the last step; not finite if unknown.
+        seconds_left: Estimated time of the remaining steps, without validations and saves; not
+            finite if unknown.
     """
     digits = len(str(total_steps))
     fields = [

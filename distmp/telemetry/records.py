@@ -33,7 +33,7 @@ class RecordError(DistmpError, ValueError):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one step, the same on every rank except for `memory_bytes`.
+    """The record of one step; times and memory are those of the recording rank.
 
     Attributes:
         step: Number of the step, counted from 1; skipped steps count.
@@ -48,7 +48,7 @@ class StepRecord:
         applied_total: Number of applied updates so far, including this one.
         weight_per_second: Weight of the global batch divided by the time of the step: tokens or
             samples per second, over all ranks.
-        step_seconds: Wall time of the step, without pauses for validation.
+        step_seconds: Wall time of the step, without pauses for validations, saves and rollbacks.
         memory_bytes: Peak memory of the recording rank, in bytes.
         validation_loss: Validation loss after this step, or None without a validation.
         dropped: Number of microbatches of all ranks that were dropped because of non-finite

@@ -168,7 +168,8 @@ class Trainer(TrainingLoop):
         """Run the remaining steps, or until any rank has a request to stop."""
         self._train_steps()
         while self.rollback_from is not None:
-            self._roll_back(self.rollback_from)
+            with self.timer.paused():
+                self._roll_back(self.rollback_from)
             self._train_steps()
 
     def _train_steps(self) -> None:

@@ -16,8 +16,10 @@ from distmp.config import load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
+from distmp.telemetry.measurements import StepTimer
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.training import trainer as trainer_module
+from distmp.training.callbacks import TrainingLoop
 from distmp.training.trainer import Trainer
 from tests.ranks import ranks
 from tests.reference import assert_same_bits, gathered, snapshot, trained
@@ -148,6 +150,21 @@ def test_average_started_after_rollback_is_saved(tmp_path: Path) -> None:
     weights, average = stored = [torch.empty(8, 6) for _ in names]
     checkpoint.load(dict(zip(names, stored, strict=True)))
     assert torch.equal(average, weights)
+
+
+@ranks(1)
+def test_rollback_is_not_part_of_a_step(tmp_path: Path) -> None:
+    slow, seconds = trainer(tmp_path, *ROLLBACK, poisoned=[samples_of(9)[5]]), [0.0]
+    save, slow.timer = slow.checkpointing.save_now, StepTimer(lambda: seconds[0])
+
+    def save_slowly(run: TrainingLoop) -> None:
+        seconds[0] += 100.0
+        save(run)
+
+    slow.checkpointing.save_now = save_slowly  # type: ignore[method-assign]
+    finished(slow)
+    assert slow.progress.rollbacks == 1
+    assert max(record.step_seconds for record in records(tmp_path)) < 100
 
 
 @ranks(1)
