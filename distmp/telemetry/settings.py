@@ -19,7 +19,7 @@ class LogConfig(Section, section="log"):
     """Output of the first rank during training.
 
     Raises:
-        ConfigError: If `every` is below 1, or a tracker does not exist.
+        ConfigError: If `every` is below 1, or a tracker does not exist or is named twice.
     """
 
     every: int = 10
@@ -35,6 +35,8 @@ class LogConfig(Section, section="log"):
 
     def _check(self) -> None:
         self._require(self.every >= 1, "every", "use 1 or more; `log.console: off` prints nothing")
+        once = len(self.tracker_options) == len(self.trackers)
+        self._require(once, "trackers", "name each tracker once")
         for name in self.tracker_options:
             # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find

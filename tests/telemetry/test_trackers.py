@@ -135,6 +135,7 @@ def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trackers": ("tensorboard",)}, "log.trackers", "distmp.trackers"),
         ({"trackers": (f"{HERE}:calls",)}, "log.trackers", "subclass of accelerate's"),
         ({"trackers": ("nowhere:Tracker",)}, "log.trackers", "no module"),
+        ({"trackers": ({"name": NAME, "options": {"fails_at": 2}}, NAME)}, "log.trackers", "once"),
         ({"trackers": ({"name": NAME, "options": 3},)}, "log.trackers[0].options", "section"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
