@@ -212,14 +212,9 @@ class OverflowReport:
     lost_share: float | None = None
     exact: bool = True
 
-    @property
-    def one_rank_only(self) -> bool:
-        """Whether only one of several ranks has the overflow."""
-        return self.world_size > 1 and len(self.ranks) == 1
-
     def to_record(self) -> dict[str, Any]:
         """Return the report as JSON values, except for infinities and NaN."""
-        return {**dataclasses.asdict(self), "one_rank_only": self.one_rank_only}
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         """Return diagnosis and advice on one line."""
