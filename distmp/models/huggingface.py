@@ -219,18 +219,30 @@ def configuration(model: nn.Module) -> dict[str, Any]:
 def _read_config(path: Path, options: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    config, unused = AutoConfig.from_pretrained(
-        str(path),
-        local_files_only=True,
-        trust_remote_code=False,
-        return_unused_kwargs=True,
-        **options,
-    )
-    for option in unused:
+    local = {"local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(str(path), **local)
+    values, _ = config.get_config_dict(str(path), **local)
+    for option in options.keys() - values.keys():
         known = [key for key in config.to_dict() if not key.startswith("_")]
         problem = f"{type(config).__name__} has no such value; {nearest(option, known)}"
-        raise ConfigError(f"model.options.{option}", options.get(option), problem)
-    return config
+        # attn_implementation and its like are private attributes.
+        valid = hasattr(config, option) or hasattr(config, f"_{option}")
+        require(valid, f"model.options.{option}", options[option], problem)
+    # Not by `from_pretrained`, which sets options on the finished configuration: values that it
+    # derives from others, such as head_dim, would stay those of the file.
+    names = {"rope_scaling": "rope_parameters"} if hasattr(config, "rope_parameters") else {}
+    names |= config.attribute_map
+    stored, own = (
+        {names.get(key, key): value for key, value in each.items()} for each in (values, options)
+    )
+    return type(config).from_dict(_merged(stored, own))
+
+
+def _merged(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values in nested dictionaries."""
+    both = values.keys() & options.keys()
+    nested = [k for k in both if isinstance(values[k], dict) and isinstance(options[k], dict)]
+    return {**values, **options, **{key: _merged(values[key], options[key]) for key in nested}}
 
 
 def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_length: int) -> None:

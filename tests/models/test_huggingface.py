@@ -378,6 +378,38 @@ def test_unbuildable_configurations_are_refused(
         build_model(ModelConfig(name=f"hf:{path}", options=options), 257, 16)
 
 
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        (LLAMA, {"num_attention_heads": 4}),
+        (LLAMA | {"model_type": "qwen2"}, {"num_hidden_layers": 1}),
+        (LLAMA | {"model_type": "qwen2"}, {"use_sliding_window": True}),
+        (LLAMA | {"rope_theta": 1e6}, {"rope_theta": 5e5}),
+        (LLAMA | {"rope_theta": 1e6}, {"attn_implementation": "eager"}),
+        (GPT2, {"hidden_size": 32}),
+    ],
+)
+def test_options_replace_values_in_file(
+    tmp_path: Path, values: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Also for values that the configuration derives from the replaced ones."""
+    by_option, in_file = (
+        huggingface.build(f"hf:{directory(tmp_path, stored)}", given, 257, 16).config
+        for stored, given in ((values, options), (values | options, {}))
+    )
+    assert by_option.to_diff_dict() == in_file.to_diff_dict()
+    directory(tmp_path, by_option.to_diff_dict())
+    assert build(tmp_path).config.to_diff_dict() == in_file.to_diff_dict()
+
+
+def test_options_change_single_values_of_rotary_embedding(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    path = directory(tmp_path, LLAMA | {"rope_theta": 1e6, "rope_scaling": scaling})
+    model = huggingface.build(f"hf:{path}", {"rope_parameters": {"factor": 4.0}}, 257, 16)
+    expected = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+    assert model.config.rope_parameters == expected
+
+
 @pytest.mark.parametrize("converted", [False, True])
 def test_weights_unknown_to_model_are_refused(tmp_path: Path, converted: bool) -> None:
     build(directory(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
