@@ -21,7 +21,7 @@ from torch import Tensor
 from distmp.checkpoint.storage import synchronize
 from distmp.errors import CheckpointError, listed
 from distmp.models import huggingface_files
-from distmp.models.architecture import is_hugging_face
+from distmp.models.architecture import TRANSFORMER
 
 
 def in_file_order(specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def write(
             }
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         if architecture is not None:
-            is_ours = not is_hugging_face(architecture)
+            is_ours = architecture.get("model_type") == TRANSFORMER
             own = {} if is_ours else {"dtype": str(dtype).removeprefix("torch.")}
             text = json.dumps({**architecture, **own}, indent=2)
             (temporary / huggingface_files.CONFIG_FILE).write_text(f"{text}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,18 +19,8 @@ from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.imports import load_callable
 
-# Values of `model_type` for distmp's models; all others belong to Hugging Face transformers.
+# The `model_type` of distmp's transformer; all others belong to Hugging Face transformers.
 TRANSFORMER = "distmp-transformer"
-IMPORT_PATH = "distmp-import-path"
-
-
-def architecture(model: nn.Module, config: ModelConfig) -> dict[str, Any]:
-    """Return the description of a model from `build_model`, as values that JSON can represent."""
-    if config.is_import_path:
-        return {"model_type": IMPORT_PATH, "name": config.name, "options": config.options}
-    found = described(model)
-    assert found is not None
-    return found
 
 
 def described(model: nn.Module) -> dict[str, Any] | None:
@@ -41,11 +31,6 @@ def described(model: nn.Module) -> dict[str, Any] | None:
         with suppress(TypeError):  # a value of the user's in the configuration
             return huggingface.configuration(model)
     return None
-
-
-def is_hugging_face(described: Mapping[str, Any]) -> bool:
-    """Return whether a description is a configuration of Hugging Face transformers."""
-    return described.get("model_type") not in (TRANSFORMER, IMPORT_PATH)
 
 
 def read(directory: str | Path) -> dict[str, Any]:

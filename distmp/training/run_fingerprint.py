@@ -18,7 +18,7 @@ from distmp.distributed.world import World
 from distmp.errors import require
 from distmp.masking import is_masked, masked
 from distmp.models import adapters, huggingface_files
-from distmp.models.architecture import architecture
+from distmp.models.architecture import described
 from distmp.optim.settings import ScheduleConfig
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
@@ -158,17 +158,17 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
     """Return what a checkpoint stores for `distmp export`, as JSON types.
 
     Returns:
-        "model", the content of config.json; "adapter" for a model with adapters, see
+        "model", the content of config.json or None; "adapter" for a model with adapters, see
         `adapters.describe`; "tokenizer", the directory of the tokenizer, if it is known.
     """
-    described: dict[str, Any] = {"model": architecture(model, config.model)}
+    numbers: dict[str, Any] = {"model": described(model)}
     if config.model.peft is not None:
         weights = configured_weights(config.model)
         base = None if weights is None else str(weights.path.absolute())
-        described["adapter"] = adapters.describe(model, base)
+        numbers["adapter"] = adapters.describe(model, base)
     if (tokenizer := tokenizer_directory(config)) is not None:
-        described["tokenizer"] = str(tokenizer.absolute())
-    return described
+        numbers["tokenizer"] = str(tokenizer.absolute())
+    return numbers
 
 
 def tokenizer_directory(config: RunConfig) -> Path | None:

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from distmp.distributed.progress import current_phase
 from distmp.errors import CheckpointError, ConfigError
 from distmp.export.files import divided, in_file_order, write, write_file
 from distmp.export.running import EngineWeights
 from distmp.export.weights import load_model, load_weights
-from distmp.models.architecture import architecture
-from distmp.models.settings import ModelConfig
+from distmp.models.architecture import described
 from distmp.models.transformer import Transformer, TransformerConfig
 from tests.reference import assert_same_bits, make_model
 
@@ -187,9 +186,8 @@ def test_index_that_contradicts_directory_is_refused(
 
 def exported(directory: Path, config: TransformerConfig = SMALL) -> Transformer:
     model = Transformer(config)
-    described = architecture(model, ModelConfig())
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    write(directory, EngineWeights(state, keep=True), described, torch.float32)
+    write(directory, EngineWeights(state, keep=True), described(model), torch.float32)
     return model
 
 
@@ -235,15 +233,6 @@ def test_directories_of_other_models_are_refused(
         (tmp_path / "weights" / "config.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path / "weights")
-
-
-def test_configuration_of_imported_model_names_path() -> None:
-    config = ModelConfig(name="module:function", options={"width": 3})
-    assert architecture(nn.Linear(1, 1), config) == {
-        "model_type": "distmp-import-path",
-        "name": "module:function",
-        "options": {"width": 3},
-    }
 
 
 @pytest.mark.parametrize("elements", [[], [3], [2, 2, 2, 2], [9, 1, 1, 9, 4, 5, 1], [5, 9, 5, 9]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.models.architecture import TRANSFORMER, architecture
+from distmp.models.architecture import TRANSFORMER, described
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import (
     RMSNorm,
@@ -278,9 +278,9 @@ def test_autocast_changes_logits_only_by_rounding() -> None:
 
 def test_model_is_rebuilt_from_description() -> None:
     for config in (CONFIG, replace(CONFIG, tied_head=False, key_value_heads=1, qk_norm=True)):
-        described = architecture(Transformer(config), ModelConfig())
-        assert described.pop("model_type") == TRANSFORMER
-        assert TransformerConfig(**described) == config
+        values = described(Transformer(config)) or {}
+        assert values.pop("model_type") == TRANSFORMER
+        assert TransformerConfig(**values) == config
 
 
 def test_mismatched_head_counts_are_refused() -> None:

@@ -22,6 +22,7 @@ from distmp.training.run_fingerprint import (
     all_rules,
     changes_since,
     compare,
+    describe_model,
     run_fingerprint,
 )
 from distmp.training.trainer import Trainer
@@ -129,6 +130,13 @@ def test_hidden_values_are_not_compared_silently() -> None:
         "data.options": 'data.options: {"api_key": "***"} (may be other values, because those of '
         "secrets are not compared)"
     }
+
+
+def test_options_of_imported_model_are_not_described() -> None:
+    """The description is exported with the weights."""
+    values = {"model": {"name": "json:loads", "options": {"s": "{}", "api_key": "hush"}}}
+    found = describe_model(torch.nn.Linear(1, 1), from_mapping(RunConfig, values))
+    assert "hush" not in json.dumps(found)
 
 
 def test_warmup_is_compared_in_updates() -> None:
