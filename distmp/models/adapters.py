@@ -95,8 +95,9 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
     valid = is_hugging_face or values.get("target_modules") is not None
     hint = f"name layers to adapt; {_linear_layers(forwards)}"
     require(valid, f"{SETTING}.target_modules", None, hint)
+    in_layers = _in_layers(values, model, forwards)
     try:
-        config = peft.LoraConfig(task_type="CAUSAL_LM" if is_hugging_face else None, **values)
+        config = peft.LoraConfig(task_type="CAUSAL_LM" if is_hugging_face else None, **in_layers)
         # Adapters are created on the meta device; `_create` gives them memory. peft would move them
         # to the device of the layer, which torch refuses for fake tensors.
         move = mock.patch.object(LoraLayer, "_move_adapter_to_device_of_base_layer")
@@ -106,15 +107,41 @@ def add_adapters(model: nn.Module, values: Mapping[str, Any], seed: int) -> None
         first_line = str(error).strip().partition("\n")[0]
         problem = f"refused by peft: {first_line}; {_linear_layers(forwards)}"
         raise ConfigError(SETTING, dict(values), problem) from error
-    for warning in caught:
-        if "ignored" in str(warning.message):  # a setting that selects nothing
-            raise ConfigError(SETTING, dict(values), f"refused: {warning.message}")
     _check_selection(model, values, forwards)
+    for warning in caught:
+        # A setting selects nothing.
+        if re.search("ignored|no modules were excluded", str(warning.message)):
+            raise ConfigError(SETTING, dict(values), f"refused: {warning.message}")
     _check_layers(model, values, forwards, tied)
     model.requires_grad_(False)
     record_more(
         model, lambda: _create(model, values.get("init_lora_weights", True)), seed, stored_name
     )
+
+
+def _in_layers(
+    values: Mapping[str, Any], model: nn.Module, forwards: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Replace `layers_to_transform` by a regular expression.
+
+    The index of a layer is the first number in its name. peft searches behind the first dot, so it
+    does not find `blocks.0`, and takes the 1 of `blocks.0.experts.1`.
+    """
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    targets = values.get("target_modules") or DEFAULTS.get(kind)
+    indices = values.get("layers_to_transform")
+    if indices in (None, []) or not isinstance(targets, list | tuple | set):
+        return values
+    ends = "|".join(re.escape(str(each)) for each in targets)
+    patterns = []
+    for index in indices if isinstance(indices, list | tuple) else [indices]:
+        patterns.append(rf"([^.\d][^.]*\.)*{index}\.(.*\.)?({ends})")
+        found = any(re.fullmatch(patterns[-1], name) for name in forwards)
+        problem = f"selects no layer; {_linear_layers(forwards)}"
+        require(found, f"{SETTING}.layers_to_transform", index, problem)
+    return {**values, "target_modules": "|".join(patterns), "layers_to_transform": None}
 
 
 def _linear_layers(forwards: Mapping[str, Any]) -> str:
@@ -126,11 +153,10 @@ def _linear_layers(forwards: Mapping[str, Any]) -> str:
 def _check_selection(
     model: nn.Module, values: Mapping[str, Any], forwards: Mapping[str, Any]
 ) -> None:
-    """Refuse names and indices that select nothing, which peft accepts if another one selects."""
+    """Refuse names that select nothing, which peft accepts if another one selects."""
     adapted = [name for name, _ in _layers(model)]
-    indices = [part for name in adapted for part in name.split(".") if part.isdigit()]
     choices = {"target_modules": adapted, "exclude_modules": [*forwards]}
-    for setting, names in (choices | {"layers_to_transform": indices}).items():
+    for setting, names in choices.items():
         value = values.get(setting)
         for entry in value if isinstance(value, list | tuple) else ():
             if not any(f".{name}".endswith(f".{entry}") for name in names):

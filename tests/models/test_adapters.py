@@ -32,7 +32,7 @@ from distmp.training.components import build_engine, build_model_and_data, start
 from distmp.training.run_fingerprint import describe_model
 from distmp.utils.flat_shard import gathered
 from distmp.utils.live_bytes import MASTERS
-from tests.models.test_huggingface import GPT2, LLAMA, directory, distance
+from tests.models.test_huggingface import GPT2, LLAMA, build, directory, distance
 from tests.ranks import run_ranks
 from tests.reference import assert_same_bits
 from tests.torchrun import corpus
@@ -323,6 +323,10 @@ def test_ineffective_adapters_are_reported(cwd: Path, capsys: pytest.CaptureFixt
             {"target_modules": ["down"], "exclude_modules": ["missing"]},
             r"peft\.exclude_modules = 'missing': selects no layer",
         ),
+        (
+            {"target_modules": ["down"], "exclude_modules": "down"},  # an expression of full names
+            r"exclude_modules=down but no modules were excluded",
+        ),
         ({"target_modules": ["down"], "lora_alpha": 0}, r"peft\.lora_alpha = 0: use a finite"),
         ({"alpha_pattern": {"down": float("nan")}}, r"peft\.lora_alpha = nan: use a finite"),
         ({"target_modules": ["down"], "lora_dropout": 1}, r"peft\.lora_dropout = 1: use 0 or"),
@@ -336,21 +340,33 @@ def test_misleading_adapter_settings_are_refused(values: dict[str, Any], problem
         adapters.add_adapters(model, values, seed=1)
 
 
-def test_indices_of_layers_that_a_model_does_not_have_are_refused() -> None:
-    def add(*indices: int) -> None:
-        model = Transformer(TransformerConfig(32, 8, 12, 16, 2, 24, tied_head=False))
-        values = {"target_modules": ["down"], "layers_to_transform": [*indices]}
-        adapters.add_adapters(nn.ModuleDict({"model": model}), values, seed=1)
+@pytest.mark.parametrize("prefix", ["", "blocks.", "model.blocks."])
+def test_indices_of_layers_select_their_adapters(prefix: str) -> None:
+    def adapted(indices: Any) -> list[str]:
+        experts = (
+            nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2)}) for _ in "12") for _ in "123"
+        )
+        model: nn.Module = nn.ModuleList(nn.ModuleDict({"experts": each}) for each in experts)
+        for name in reversed(prefix.split(".")[:-1]):
+            model = nn.ModuleDict({name: model})
+        values = {"target_modules": ["up"], "layers_to_transform": indices}
+        adapters.add_adapters(model, values, seed=1)
+        names = [n.removeprefix(prefix) for n, _ in model.named_parameters() if "lora_A" in n]
+        return [name.partition(".up.")[0] for name in names]
 
-    add(0, 1, 11)
-    for indices in ((0, 12), (0, -1), (1, 21)):
-        with pytest.raises(ConfigError, match=rf"layers_to_transform = {indices[1]}: selects no"):
-            add(*indices)
-    # The index of an expert is no index of a layer.
-    layers = (nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 2)})]) for _ in range(4))
-    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-    values = {"target_modules": ["up"], "layers_to_transform": [3]}
-    adapters.add_adapters(nn.ModuleDict({"model": model}), values, seed=1)
+    assert adapted([1]) == adapted(1) == ["1.experts.0", "1.experts.1"]
+    assert len(adapted([0, 1, 2])) == len(adapted([])) == 6
+    for wrong in (3, -1, 21):
+        with pytest.raises(ConfigError, match=rf"layers_to_transform = {wrong}: selects no layer"):
+            adapted([0, wrong])
+
+
+def test_indices_of_layers_apply_to_default_layers(tmp_path: Path) -> None:
+    model = build(directory(tmp_path, LLAMA))
+    adapters.add_adapters(model, {"layers_to_transform": [1]}, seed=1)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == 4
+    assert all(name.startswith("model.layers.1.self_attn.") for name in names)
 
 
 def test_page_lists_all_peft_settings() -> None:
