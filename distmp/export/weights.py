@@ -278,9 +278,10 @@ def misfits(state: State, weights: StoredWeights) -> Iterator[str]:
 
 def _other_dimensions(config: TransformerConfig | None, path: Path) -> Iterator[str]:
     """Yield dimensions that differ but do not change shapes, such as the number of heads."""
-    if config is None or not (path / CONFIG_FILE).is_file():
+    directory = path.parent if path.is_file() else path
+    if config is None or not (directory / CONFIG_FILE).is_file():
         return
-    described = read(path)
+    described = read(directory)
     if described.get("model_type") != TRANSFORMER:
         return
     own = asdict(config)
