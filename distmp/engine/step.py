@@ -157,7 +157,8 @@ def forward(
     if first_step is not None:
         first_step.after_forward(batch, loss_sum, weight)
     if isinstance(weight, Tensor):
-        weight = to_device(weight.detach(), setup.device)
+        # A copy, because a loss function may fill the same tensor in each microbatch.
+        weight = to_device(weight.detach(), setup.device, copy=True)
     return loss_sum, weight
 
 

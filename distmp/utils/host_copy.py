@@ -12,14 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from distmp.utils.tensor_trees import map_tensors
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """Return a tensor on a device. The host waits only for a copy to the host, which it may read.
 
     Args:
         tensor: On any device, of any shape and dtype.
         device: The device.
+        copy: Copy a tensor that is on the device, too.
     """
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -176,7 +176,9 @@ def test_nominal_weight_is_that_of_the_first_step() -> None:
     assert engine.nominal_weight == 16
 
 
-@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda n: torch.tensor(float(n))])
+@pytest.mark.parametrize(
+    "kind", [int, float, lambda n: torch.tensor(float(n)), torch.zeros((), dtype=torch.int64).fill_]
+)
 def test_weight_is_a_number_or_a_tensor(kind: Callable[[int], Any]) -> None:
     def typed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         total, weight = loss(model, batch)
