@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,9 @@ from distmp.distributed.failing_together import Ranks
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.wait_times import collective_waits
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -140,10 +143,26 @@ def _ranks_per_machine() -> int:
 
 
 def _create(device: torch.device, shape: tuple[int, int, int]) -> tuple[dist.ProcessGroup, ...]:
+    names = ("copy", "machine", "local")
+    skipped = 1 if shape[0] == 1 else 0  # a dimension of size 1 would create groups too
+    mesh = create_mesh(device, shape[skipped:], names[skipped:])
+    return mesh.get_group("local"), mesh.get_group("machine")
+
+
+def create_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks; torch would give its groups another timeout than the default's.
+
+    Args:
+        device: The device that this rank communicates from.
+        shape: The size of each dimension.
+        names: The name of each dimension.
+    """
     # Import lazily: most runs do not need it.
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = ("copy", "machine", "local")
-    skipped = 1 if shape[0] == 1 else 0  # a dimension of size 1 would create groups too
-    mesh = init_device_mesh(device.type, shape[skipped:], mesh_dim_names=names[skipped:])
-    return mesh.get_group("local"), mesh.get_group("machine")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    default: Any = dist.group.WORLD
+    options = default._get_backend(device).options  # simulated ranks have none
+    for group in mesh.get_all_groups() if options else ():
+        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    return mesh

@@ -12,9 +12,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from distmp.distributed.collectives import create_mesh
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, require
@@ -111,11 +112,10 @@ def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
 
 def device_mesh(world: World, shards: int, strategy: str) -> DeviceMesh:
     """Return the mesh of a strategy: `shards` ranks, with `hsdp` in each copy of the model."""
-    kind = world.device.type
     if strategy == "fsdp":
-        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+        return create_mesh(world.device, (shards,), ("shard",))
     shape = (world.world_size // shards, shards)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    return create_mesh(world.device, shape, ("replicate", "shard"))
 
 
 def shard(

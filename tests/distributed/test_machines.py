@@ -10,6 +10,8 @@ import torch.distributed as dist
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.distributed import collectives
 from distmp.distributed.collectives import exchange_groups
+from distmp.distributed.world import World
+from distmp.parallel.fsdp_setup import device_mesh
 from tests.machines import pretend
 from tests.ranks import ranks
 
@@ -74,6 +76,16 @@ def test_decision_is_equal_on_all_ranks() -> None:
     own = dist.get_rank()
     found = [dist.get_process_group_ranks(group) for group in groups]
     assert found == [[own // 2 * 2, own // 2 * 2 + 1], [own % 2, own % 2 + 2]]
+
+
+@ranks(4)
+def test_all_groups_have_the_timeout_of_the_default_group() -> None:
+    pretend(2)
+    default = dist.group.WORLD
+    assert default is not None
+    mesh = device_mesh(World.current(CPU), 2, "hsdp")
+    groups = default, *exchange_groups(default, CPU), *mesh.get_all_groups()
+    assert len({group._get_backend(CPU).options._timeout for group in groups}) == 1
 
 
 def assert_undivided() -> None:
