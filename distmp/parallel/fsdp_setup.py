@@ -35,13 +35,16 @@ HOOK = (
 
 
 def shard_size(sharding: ShardingConfig, world: World) -> int:
-    """Return how many ranks share one copy of the model with `hsdp`.
+    """Return how many ranks share one copy of the model with `hsdp`; all ranks have to call it.
 
     Raises:
-        ConfigError: If it does not divide the number of ranks.
+        ConfigError: If it does not divide the number of ranks, or machines differ in theirs.
     """
-    local = local_world_size(world.world_size)
-    size = local if sharding.shard_size is None else sharding.shard_size
+    size = sharding.shard_size
+    if size is None:
+        size, *others = sorted({*world.ranks.gather(local_world_size(world.world_size))})
+        problem = f"machines have different numbers of ranks, {[size, *others]}; set it"
+        require(not others, "sharding.shard_size", None, problem)
     divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
     choices = ", ".join(map(str, divisors))
     problem = f"does not divide the {world.world_size} ranks; use one of {choices}"

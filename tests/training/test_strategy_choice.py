@@ -13,6 +13,8 @@ from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.parallel.fsdp_setup import shard_size
+from distmp.parallel.settings import ShardingConfig
 from distmp.precision import resolve
 from distmp.training import strategy_choice
 from distmp.training.components import (
@@ -26,6 +28,7 @@ from distmp.training.run import build_run
 from distmp.training.strategy_choice import OPTIONS, SHARE, choose_strategy
 from distmp.utils import processes
 from tests.commands.explain.runs import CPU, policy, run
+from tests.machines import pretend
 from tests.marks import nightly
 from tests.ranks import ranks
 
@@ -175,6 +178,21 @@ def test_ranks_with_different_free_memory_agree() -> None:
     batches = training_batches(resolved, parts, real, Progress())
     assert not engine.step(next(batches).microbatches).numbers.skipped
     batches.close()
+
+
+@ranks(4)
+def test_machines_with_different_numbers_of_ranks_agree() -> None:
+    real = World.current("cpu")
+    pretend(2 if real.rank in (1, 2) else 1)
+    config = config_of(batch={"global_batch_size": 8, "microbatch_size": 2})
+    parts = build_model_and_data(config, real)
+    elements = sum(parameter.numel() for parameter in parts.model.parameters())
+    strategy_choice.least_free_bytes = lambda _: int(10 * elements / SHARE)  # too little for ddp
+    resolved, reason = choose_strategy(config, parts, real)
+    assert real.ranks.gather(resolved.strategy) == ["fsdp"] * 4, reason
+    with pytest.raises(ConfigError, match=r"None: machines have .* ranks, \[1, 2\]; set it"):
+        shard_size(ShardingConfig(), real)
+    assert shard_size(ShardingConfig(shard_size=2), real) == 2
 
 
 @ranks(2)
