@@ -54,6 +54,7 @@ def test_ci_tests_every_python_of_the_classifiers() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert {*re.findall(r"Python :: (3\.\d+)", project)} <= {*matrix}
     assert re.search(r'requires-python = ">=([\d.]+)"', project)[1] == matrix[0]  # type: ignore[index]
+    assert f"| {matrix[0]} to {matrix[-1]} in CI |" in (ROOT / "README.md").read_text()
 
 
 def test_no_pull_request_starts_code_on_own_machines() -> None:
