@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.report import Spread, median_interval, ratios, table
+from benchmarks.report import Spread, ratios, relative, table
 
 # Largest accepted relative difference of a loss from FP32: an eighth of the last bit of the 16-bit
 # dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
@@ -90,9 +90,7 @@ def best_peers(race: Result) -> tuple[str, str]:
 
 def relative_time(ours: Result, theirs: Result) -> str:
     """Return the ratio of two loops' times per round: its median, and the interval of that."""
-    found = [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
-    median, low, high = median_interval(found)
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    return relative(ours["seconds"], theirs["seconds"])
 
 
 def _peers(race: Result) -> dict[str, Result]:

@@ -55,6 +55,12 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
+def relative(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the ratios of our times to those of another method: median, and interval of that."""
+    median, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Spread:
     """Return the median and an interval that covers that of the distribution.
 

@@ -83,6 +83,7 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
                 "saving": method,
                 "stall of training, s": Spread.of(stalls),
                 "stall relative to a blocking save": ratios(stalls, blocking),
+                "with slower steps while writing": ratios(time_lost(turns), blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
                 "step while writing, relative to one without": (
                     slower if method != "blocking" else ""
@@ -98,6 +99,15 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
         f"per round. {result['ranks']} ranks write a state of {state / 1e6:.0f} MB together. "
         f"{result['machine']['cores']} cores of {machine_line(result)}"
     )
+
+
+def time_lost(turns: list[dict[str, float]]) -> list[float]:
+    """Return the stall of each turn plus the time by which steps while writing were slower."""
+    return [
+        turn["stall"]
+        + (turn["written"] - turn["stall"]) * (1 - turn["step"] / turn["step_while_writing"])
+        for turn in turns
+    ]
 
 
 def muon(result: dict[str, Any]) -> str:

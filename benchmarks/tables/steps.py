@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import races
-from benchmarks.report import Spread, ratios, table
+from benchmarks.report import Spread, ratios, relative, table
 from benchmarks.tables.machine import machine_line, threads
+
+STOCK = "torch: unscale, clip, step"
 
 
 def quickstart(result: dict[str, Any]) -> str:
@@ -27,25 +29,35 @@ def quickstart(result: dict[str, Any]) -> str:
 def step_tail(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.step_tail` and a line on its machine."""
     taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
-    bare = taken["bare fused AdamW"].median
-    stock = taken["torch: unscale, clip, step"].median - bare
+    beyond = beyond_bare(result)
     # A copy reads and writes, so one read at its bandwidth is half of it.
     floor = taken.pop("copy").median / 2
     norm = taken.pop("norm alone").median
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
-        beyond = spread.median - bare
+        added = Spread.of(beyond[name]).median
         row: dict[str, object] = {"method": name, "ms": spread}
-        row["beyond the bare step, ms"] = f"{beyond:.3g}" if beyond else ""
-        row["relative to torch"] = f"{beyond / stock:.2f}" if beyond else ""
-        row["relative to the lower bound"] = f"{beyond / floor:.1f}" if beyond else ""
+        row["beyond the bare step, ms"] = f"{added:.3g}" if added else ""
+        compared = relative(beyond[name], beyond[STOCK]) if name != STOCK else "1"
+        row["relative to torch"] = compared if added else ""
+        row["relative to the lower bound"] = f"{added / floor:.1f}" if added else ""
         rows.append(row)
     return (
         f"{table(rows)}\n\nMedian (min to max) of {len(result['milliseconds']['copy'])} "
-        f"alternating rounds, {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
+        "alternating rounds; relative to torch per round, with the 95% confidence interval of the "
+        f"median; {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
         f"bound, one read at copy bandwidth, is {floor:.3g} ms, the norm alone {norm:.3g} ms. "
         f"{threads(result)}{machine_line(result)}"
     )
+
+
+def beyond_bare(result: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the time of each method of `benchmarks.step_tail` beyond the bare step, per round."""
+    taken = result["milliseconds"]
+    return {
+        name: [one - bare for one, bare in zip(values, taken["bare fused AdamW"], strict=True)]
+        for name, values in taken.items()
+    }
 
 
 def first_steps(result: dict[str, Any]) -> str:
@@ -116,8 +128,9 @@ def peers(result: dict[str, Any]) -> str:
         + f"\n\nIn all races {result['ranks']} ranks with "
         f"{result['microbatches']} microbatches a step; tokens/s is the median "
         f"of {result['turns']} alternating rounds of one step; relative time is the median of the "
-        "ratios per round, with its 95% confidence interval: loops whose interval contains 1 are "
-        f"equally fast. Losses of {result['steps']} steps. {versions}; {machine_line(result)}"
+        "ratios per round, with its 95% confidence interval: loops whose interval contains 1 do "
+        f"not differ measurably. Losses of {result['steps']} steps. {versions}; "
+        + machine_line(result)
     )
 
 

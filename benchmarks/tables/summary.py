@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import races
-from benchmarks.report import Spread, ratios, table
+from benchmarks.report import Spread, ratios, relative, table
+from benchmarks.tables import runs, steps
 
 # A result by the name of its benchmark.
 Read = Callable[[str], dict[str, Any]]
@@ -16,10 +17,10 @@ def summary(read: Read) -> str:
     """Return the headline results of all benchmarks as a table."""
     found = [
         _error(read("accumulation-error")),
+        _accumulation(read("accumulation-step")),
         *_races(read("peers")),
         _tail(read("step-tail")),
         _trainer(read("quickstart")),
-        _shares(read("accumulation-step")),
         _stall(read("checkpoint-stall")),
         _prediction(read("growth")),
         _bits(read("reproducible")),
@@ -38,12 +39,25 @@ def _error(result: dict[str, Any]) -> Row:
     last = result["microbatches"][-1]
     errors = result["relative_error"]
     ours = errors["distmp.Fp32GradBuckets"][-1]
-    theirs = errors["torch DDP, bf16 parameters, reduced once"][-1]
+    stock = errors["torch DDP, bf16 parameters, reduced once"][-1]
+    careful = errors["FSDP2, fp32 reduce, reduced once"][-1]
     return (
-        f"error of a gradient of {last} bf16 microbatches, relative to float64",
+        f"relative gradient error of {last} bf16 microbatches",
         f"{ours:.0e}",
-        f"{theirs:.0e}, torch DDP with bf16 parameters",
+        f"{stock:.0e}, torch DDP with bf16 parameters; {careful:.0e}, FSDP2 reducing in FP32",
         "accumulation",
+    )
+
+
+def _accumulation(result: dict[str, Any]) -> Row:
+    stock, ours = result["references"]["bf16"], "distmp.Engine, bf16, FP32 masters"
+    time = relative(result["seconds"][ours], result["seconds"][stock])
+    memory = result["memory"][ours]["peak"] / result["memory"][stock]["peak"]
+    return (
+        "such a step: time; memory, with FP32 masters",
+        f"{time}; {memory:.2f}",
+        "1, the same DDP without masters",
+        "benchmarks",
     )
 
 
@@ -67,13 +81,15 @@ def _races(result: dict[str, Any]) -> list[Row]:
 
 
 def _tail(result: dict[str, Any]) -> Row:
-    taken = {name: Spread.of(values).median for name, values in result["milliseconds"].items()}
-    bare = taken["bare fused AdamW"]
-    ours, theirs = taken["Engine"] - bare, taken["torch: unscale, clip, step"] - bare
+    taken = steps.beyond_bare(result)
+    engine, scaler = (
+        relative(taken[name], taken[steps.STOCK])
+        for name in ("Engine", "DistributedGradScaler.clip_grad_norm_")
+    )
     return (
-        "unscale, overflow check and clipping, beyond the optimizer's step",
-        f"{ours / theirs:.2f}",
-        "1, torch's GradScaler and clip_grad_norm_",
+        "unscale, check, clip on one rank: engine; scaler",
+        f"{engine}; {scaler}",
+        "1, torch",
         "peers",
     )
 
@@ -81,34 +97,20 @@ def _tail(result: dict[str, Any]) -> Row:
 def _trainer(result: dict[str, Any]) -> Row:
     ratio = Spread(*result["tokens_per_second_of_plain_ddp"]).median
     return (
-        "tokens per second of the trainer",
+        "tokens/s of the trainer, without console",
         f"{ratio:.2f}",
         "1, a plain DDP loop",
         "peers",
     )
 
 
-def _shares(result: dict[str, Any]) -> Row:
-    full, sharded = (
-        result["memory_with_adamw"][method] for method in ("AdamW", "AdamW, shard_optimizer")
-    )
-    ranks = max(sharded, key=int)
-    return (
-        f"bytes per parameter between steps, `shard_optimizer` on {ranks} ranks",
-        f"{sharded[ranks]['between_steps']:.1f}",
-        f"{full[ranks]['between_steps']:.1f} unsharded",
-        "accumulation",
-    )
-
-
 def _stall(result: dict[str, Any]) -> Row:
-    stalls = {
-        method: [turn["stall"] for turn in turns] for method, turns in result["turns"].items()
-    }
-    ratio = ratios(stalls["asynchronous"], stalls["blocking"]).median
+    turns, blocking = result["turns"]["asynchronous"], result["turns"]["blocking"]
+    blocked = [turn["stall"] for turn in blocking]
+    stall = ratios([turn["stall"] for turn in turns], blocked).median
     return (
-        "stall of training for a checkpoint",
-        f"{ratio:.3f}",
+        "checkpoint: stall; with slower steps while writing",
+        f"{stall:.3f}; {relative(runs.time_lost(turns), blocked)}",
         "1, a blocking save",
         "checkpoints",
     )
@@ -123,18 +125,18 @@ def _prediction(result: dict[str, Any]) -> Row:
         if found.get(f"measured_{quantity}") and found[quantity]
     ]
     return (
-        "`distmp explain`: predicted memory and sent bytes of a rank",
+        "`distmp explain`: memory, sent bytes",
         f"{min(shares):.3f} to {max(shares):.3f}",
-        "1, real steps on several ranks",
+        "1, real steps",
         "explain",
     )
 
 
 def _bits(result: dict[str, Any]) -> Row:
-    layouts = list(dict.fromkeys(run["layout"] for run in result["runs"]))
+    ranks = dict.fromkeys(run["layout"].partition(" ")[0] for run in result["runs"])
     return (
-        f"different weights after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
-        "(ranks x microbatches)",
+        f"different weights after {result['steps']} `reproducible` steps on "
+        f"{', '.join(ranks)} ranks",
         str(_different(result, "reproducible")),
         f"{_different(result, 'ordinary')} without `reproducible`",
         "accumulation",

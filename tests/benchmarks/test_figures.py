@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import figures
-from benchmarks.tables import accumulation, precision, steps
+from benchmarks.tables import accumulation, precision, runs, steps
 
 MACHINE = {
     "cpu": "a CPU",
@@ -127,6 +127,29 @@ def test_host_cost_is_relative_to_ddp_and_to_the_fewest_ranks() -> None:
     assert found["2"] == ["DDP, 3 (2 to 4) ms", "1.1 (1 to 1.2)"]
     assert found["64, simulated"] == ["8 ranks", "1.5 (1 to 2)"]
     assert found["8, simulated"] == ["8 ranks", "1 (1 to 1)"]
+
+
+def test_cost_after_backward_is_compared_per_round() -> None:
+    result = {
+        "machine": {**MACHINE, "gpu": None, "threads": 2},
+        "elements": 2**25,
+        "milliseconds": {
+            "bare fused AdamW": [1.0, 5.0, 2.0],
+            "torch: unscale, clip, step": [3.0, 6.0, 6.0],
+            "Engine": [2.0, 5.8, 3.0],
+            "copy": [2.0] * 3,
+            "norm alone": [1.0] * 3,
+        },
+    }
+    found = {row[0]: row[2:] for row in rows(steps.step_tail(result))}
+    # The ratios are 1/2, 0.8/1 and 1/4; that of the medians' differences is 1/4.
+    assert found["Engine"] == ["1", "0.50 (0.25 to 0.80)", "1.0"]
+    assert found["torch: unscale, clip, step"] == ["2", "1", "2.0"]
+
+
+def test_time_lost_to_a_checkpoint_includes_slower_steps() -> None:
+    turn = {"stall": 1.0, "written": 11.0, "step": 1.0, "step_while_writing": 2.0}
+    assert runs.time_lost([turn]) == [6.0]  # 5 steps in 10 seconds, instead of 10
 
 
 def test_policies_have_the_peak_of_their_kind() -> None:
