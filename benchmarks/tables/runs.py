@@ -76,7 +76,6 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for method, turns in result["turns"].items():
         stalls = [turn["stall"] for turn in turns]
-        slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
         memory = result["memory"][method]
         rows.append(
             {
@@ -85,9 +84,6 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
                 "stall relative to a blocking save": ratios(stalls, blocking),
                 "with slower steps while writing": ratios(time_lost(turns), blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
-                "step while writing, relative to one without": (
-                    slower if method != "blocking" else ""
-                ),
                 "additional memory of a rank, relative to the state": (
                     f"{memory['beyond'] / memory['state']:.2f}"
                 ),

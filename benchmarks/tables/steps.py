@@ -44,8 +44,8 @@ def step_tail(result: dict[str, Any]) -> str:
         rows.append(row)
     return (
         f"{table(rows)}\n\nMedian (min to max) of {len(result['milliseconds']['copy'])} "
-        "alternating rounds; relative to torch per round, with the 95% confidence interval of the "
-        f"median; {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
+        "alternating rounds; of ratios, per round, median (95% confidence interval); "
+        f"{result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
         f"bound, one read at copy bandwidth, is {floor:.3g} ms, the norm alone {norm:.3g} ms. "
         f"{threads(result)}{machine_line(result)}"
     )
@@ -128,9 +128,8 @@ def peers(result: dict[str, Any]) -> str:
         + f"\n\nIn all races {result['ranks']} ranks with "
         f"{result['microbatches']} microbatches a step; tokens/s is the median "
         f"of {result['turns']} alternating rounds of one step; relative time is the median of the "
-        "ratios per round, with its 95% confidence interval: loops whose interval contains 1 do "
-        f"not differ measurably. Losses of {result['steps']} steps. {versions}; "
-        + machine_line(result)
+        f"ratios per round, with its 95% confidence interval. Losses of {result['steps']} steps. "
+        f"{versions}; {machine_line(result)}"
     )
 
 

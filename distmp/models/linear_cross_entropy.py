@@ -27,8 +27,7 @@ _Compute = Callable[[Tensor, Tensor, int, Tensor, Tensor | None], tuple[Tensor, 
 
 # Smallest number of tokens in a chunk: with fewer, the matrix products are slower.
 MIN_ROWS = 256
-# In 16 bits, tensor cores need rows that begin at a multiple of so many elements. A product with a
-# vocabulary of 50,257 takes four times as long as one with 50,264.
+# In 16 bits, tensor cores need rows that begin at a multiple of so many elements.
 _ALIGNMENT = 8
 # Largest number of token ids in one product of weight gradients, which allocates its result.
 MAX_TOKEN_IDS = 2**15

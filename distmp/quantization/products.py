@@ -1,9 +1,8 @@
 """Matrix products of low-precision operands: an exact emulation for every device, and GPU kernels.
 
 The emulation is the specification: operands have the values of the format, products of two values
-are exact in FP32, and sums are FP32. Tensor cores of Hopper sum with fewer bits: 2.4e-4 of relative
-difference for a sum over 2,048 products. `torch._scaled_mm` runs on GPUs from compute capability
-8.9 on (row scales: 9.0).
+are exact in FP32, and sums are FP32. Tensor cores of Hopper sum with fewer bits. `torch._scaled_mm`
+runs on GPUs from compute capability 8.9 on (row scales: 9.0).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CLAIMS = {
     ("accelerate", "accelerator.py"): "loss = loss / self.gradient_accumulation_steps",
     ("accelerate", "commands/estimate.py"): "def estimate_command",
     ("accelerate", "utils/imports.py"): "def is_torch_xla_available",
-    ("accelerate", "utils/other.py"): 'kwargs["weights_only"] = True',
+    ("torch", "distributed/_tools/fsdp2_mem_tracker.py"): "class FSDPMemTracker",
 }
 
 
