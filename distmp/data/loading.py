@@ -248,6 +248,9 @@ def _ending_workers(iterator: Iterator[Any]) -> Iterator[None]:
     try:
         yield
     finally:
+        # A worker that blocks in a read ignores the SIGTERM of torch, and nothing of it is needed.
+        for worker in getattr(iterator, "_workers", ()):
+            worker.terminate = worker.kill
         # A deleted iterator ends its workers, but a traceback can keep it alive. An iterator
         # without workers has no such method.
         getattr(iterator, "_shutdown_workers", lambda: None)()

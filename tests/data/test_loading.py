@@ -98,6 +98,21 @@ def test_closing_or_deleting_loader_ends_workers(workers: int) -> None:
     assert multiprocessing.active_children() == []
 
 
+class Blocking(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index >= 24:
+            time.sleep(3600)
+        return super().__getitem__(index)
+
+
+def test_closing_loader_ends_worker_that_blocks_in_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    steps = batches(Blocking(50), workers=1, shuffle=False)
+    next(steps)
+    steps.close()
+    assert multiprocessing.active_children() == []
+
+
 def test_workers_ignore_stop_signals() -> None:
     steps = batches(workers=2)
     next(steps)
