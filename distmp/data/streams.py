@@ -7,6 +7,7 @@ from. A pass that has ended is followed by the next one, so training reads an en
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ class Stream:
             called if the dataset has it.
         seed: Seed of random numbers that the dataset draws, see `SeededMicrobatches`.
         first_sample: Number of samples to skip. With a method `skip(n)`, as datasets of Hugging
-            Face have it, and with `__len__`, fewer of them are read.
+            Face have it, and with `__len__`, fewer of them are read. It is called on a shallow copy
+            of the dataset, and returns the remaining samples, or None if it changes the copy.
 
     Attributes:
         epoch: The pass that the next sample belongs to, from 0.
@@ -111,8 +113,10 @@ class Stream:
         """Begin this pass after `count` samples; return False if it has no more than these."""
         # Hugging Face may reorder shards and sources in each epoch, but skips in the first order.
         reordered = self.epoch > 0 and hasattr(self._dataset, "num_shards")
-        if count > 1 and hasattr(self._dataset, "skip") and not reordered:
-            self._begin(self._dataset.skip(count - 1))
+        if count > 1 and callable(getattr(self._dataset, "skip", None)) and not reordered:
+            rest = copy.copy(self._dataset)  # `skip` may change it; the next pass is a whole one
+            samples = rest.skip(count - 1)
+            self._begin(rest if samples is None else samples)
             # The first read draws as that of the whole pass, whose order it may shuffle, and as
             # skipped samples, which it may compute.
             found = self._draw()

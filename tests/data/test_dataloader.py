@@ -267,6 +267,34 @@ def test_skipped_samples_draw_no_random_numbers_of_others() -> None:
         assert values(loader(samples)) == whole[samples:]
 
 
+class ChangedBySkip(Numbers):
+    """Changes its position in `skip`, as in `set_epoch`."""
+
+    start = 0
+    returned = True
+
+    def skip(self, count: int) -> ChangedBySkip | None:
+        self.start = count
+        return self if self.returned else None
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, *self.lengths)
+
+
+class ChangedBySkipAlone(ChangedBySkip):
+    returned = False
+
+
+class WithLinesToSkip(Numbers):
+    skip = 1
+
+
+@pytest.mark.parametrize("make", [ChangedBySkip, ChangedBySkipAlone, WithLinesToSkip])
+def test_passes_after_resume_are_whole(make: Callable[[int], Any]) -> None:
+    loader = DataLoader(make(8), 4, 2, first_sample=4)
+    assert [flat(read([loader])) for _ in range(2)] == [[4, 5, 6, 7], [*range(8)]]
+
+
 class ShuffledSkipping(IterableDataset[Any]):
     """Shuffles when it is read, and skips in that order."""
 
