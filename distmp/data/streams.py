@@ -17,7 +17,7 @@ from torch.utils.data._utils import worker
 
 from distmp.data.order import Division
 from distmp.errors import DataError
-from distmp.utils.generators import generators_kept, seed_generators
+from distmp.utils.generators import generator_states, generators_kept, seed_generators
 from distmp.utils.tensor_trees import checksum
 
 _END = object()
@@ -111,17 +111,23 @@ class Stream:
 
     def _begin_after(self, count: int) -> bool:
         """Begin this pass after `count` samples; return False if it has no more than these."""
+        hugging_face = hasattr(self._dataset, "num_shards")
         # Hugging Face may reorder shards and sources in each epoch, but skips in the first order.
-        reordered = self.epoch > 0 and hasattr(self._dataset, "num_shards")
+        reordered = hugging_face and self.epoch > 0
         if count > 1 and callable(getattr(self._dataset, "skip", None)) and not reordered:
             rest = copy.copy(self._dataset)  # `skip` may change it; the next pass is a whole one
             samples = rest.skip(count - 1)
             self._begin(rest if samples is None else samples)
+            self._seed_sample()
+            before = generator_states()
             # The first read draws as that of the whole pass, whose order it may shuffle, and as
             # skipped samples, which it may compute.
             found = self._draw()
+            # Hugging Face may have computed later samples of a batch, too: they would have other
+            # random numbers than without the resume.
+            exact = not hugging_face or generator_states() == before
             self._read = count
-            if found and self._draw():
+            if found and exact and self._draw():
                 return True
         # Also if the pass is shorter, to count its samples.
         self._begin(self._dataset)
@@ -156,13 +162,16 @@ class Stream:
 
     def _draw(self) -> bool:
         """Read the next sample of this pass; return whether there is one."""
-        if self._seeded:
-            seed_generators(f"sample {self._seed} {self._start + self._read}")
+        self._seed_sample()
         self._ahead = next(self._samples, _END)
         if self._ahead is _END:
             return False
         self._read += 1
         return True
+
+    def _seed_sample(self) -> None:
+        if self._seeded:
+            seed_generators(f"sample {self._seed} {self._start + self._read}")
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,12 @@ def restorers(device: torch.device | None = None) -> list[Callable[[], object]]:
     if device is not None and device.type == "cuda":
         found.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
     return found
+
+
+def generator_states() -> bytes:
+    """Return the states of the generators that `generators_kept` restores, to compare them."""
+    torch_state = torch.get_rng_state().numpy()
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch_state))
 
 
 def seed_generators(key: str, device: torch.device | None = None) -> None:

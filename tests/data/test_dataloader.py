@@ -254,12 +254,15 @@ def test_stream_has_the_same_samples_in_a_worker(stream: Callable[[], Any]) -> N
     assert found[0] == found[1]
 
 
-def test_skipped_samples_draw_no_random_numbers_of_others() -> None:
-    def drawn(row: dict[str, int]) -> dict[str, float]:
-        return {"x": row["x"] + random.random()}
+@pytest.mark.parametrize("batched", [False, True])
+def test_skipped_samples_draw_no_random_numbers_of_others(batched: bool) -> None:
+    def drawn(row: dict[str, Any]) -> dict[str, Any]:
+        x = row["x"]
+        return {"x": [n + random.random() for n in x] if batched else x + random.random()}
 
     def loader(samples: int) -> DataLoader:
-        stream = rows(x=list(range(12))).to_iterable_dataset().map(drawn)
+        stream = rows(x=list(range(12))).to_iterable_dataset()
+        stream = stream.map(drawn, batched=batched, batch_size=5)
         return DataLoader(stream, 4, 2, first_sample=samples)
 
     whole = values(loader(0))
