@@ -111,14 +111,14 @@ class Validation(Callback):
     def on_train_begin(self, trainer: TrainingLoop) -> None:
         """Evaluate a microbatch per rank, so that a metric that fails does so before the training.
 
-        A validation that was interrupted is repeated, and the last one of a shorter run, which came
-        after its save.
+        A validation that was interrupted is repeated. Early stopping also counts the last one of a
+        shorter run, which came after its save.
         """
         if self._dataset is not None:
             check_same_data(self._dataset, 1, trainer.world.group, "data.source (validation)")
-        step = trainer.progress.step
-        is_due = self._is_due(trainer) or self._former_end == step < self._end
-        if is_due and self._step != step:
+        step, stops_early = trainer.progress.step, trainer.config.early_stopping.patience > 0
+        counts = stops_early and self._former_end == step < self._end
+        if (counts or self._is_due(trainer)) and self._step != step:
             self._validate(trainer, last=False)
         elif self._dataset is not None:
             self._evaluate(trainer, trainer.config.batch.microbatch_size * trainer.world.world_size)

@@ -108,13 +108,15 @@ def test_run_is_saved_before_its_last_validation(tmp_path: Path) -> None:
     resumed = run_with_validations(tmp_path, str)
     assert resumed.progress.step == 6
     assert validated(finished(resumed)) == [2, 4, 6]
-    # In a longer run, early stopping counts this step, which its checkpoint does not.
-    steps: list[int] = []
-    finished(run_with_validations(tmp_path, steps.append, steps=7))
-    assert steps == [6, 7]
-    # Also if its step is no multiple of `every`.
-    finished(run_with_validations(tmp_path, steps.append, steps=9))
-    assert steps == [6, 7, 7, 8, 9]
+    # A longer run validates this step as one that has not ended there.
+    order = InOrder()
+    finished(run_with_validations(tmp_path, str, order, steps=7))
+    assert order.called == ["begin", 6, 7]
+    # Only early stopping needs it if its step is no multiple of `every`.
+    for steps, patience, expected in ((9, 0, [8, 9]), (11, 5, [9, 10, 11])):
+        order, stopping = InOrder(), {"early_stopping": {"patience": patience}}
+        finished(run_with_validations(tmp_path, str, order, steps=steps, **stopping))
+        assert order.called == ["begin", *expected]
 
 
 def test_interrupted_validation_is_repeated(tmp_path: Path) -> None:
