@@ -533,7 +533,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._check_decisions(self._calls.iteration - 1)
         group = self._ranks.group
         gradients = [part for member in optimizers for part in local_gradients(member, group)]
-        device = gradients[0].tensor.device if gradients else torch.device("cpu")
+        # Also where all of a rank's shards are empty: ranks have to reduce on one kind of device.
+        groups = (group["params"] for member in optimizers for group in member.param_groups)
+        device = next((p.device for group in groups for p in group), torch.device("cpu"))
         square = square_sum(gradients, self._ranks.world_size, device)
         scale = torch.ones((), device=device)
         total = self._reduce("clip_grad_norm_", optimizers, [], square, scale, max_norm)

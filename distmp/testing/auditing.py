@@ -30,7 +30,7 @@ from distmp.errors import keys_by_value, rank_names, require
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.testing import gradients
 from distmp.testing.classify import GradientMismatch, diagnose, mismatch, over_ranks
-from distmp.testing.recording import Step, recorded_steps
+from distmp.testing.recording import Forward, Step, recorded_steps
 from distmp.testing.reference import LossSum, Reference, different_weights
 from distmp.utils.tensor_trees import checksum, described
 
@@ -234,6 +234,12 @@ class Audit:
         if not self._found:  # the model can be seen
             self._found += _in_no_optimizer(self._model, self._optimizer)
         self._compare_rates()
+        if self._steps and any(step.state for step in self._steps):
+            idle = [step for step in self._steps if not step.state]
+            self._steps = [step for step in self._steps if step.state]
+            if idle:
+                problem = f"{len(idle)} updates without a forward of the model before them"
+                self._not_decided("optimizer", problem)
         unused = sum(step.end(joins=self._loss_sum is None) for step in self._steps)
         counts = Ranks(None).gather((len(self._steps), len(self._rates) - len(self._steps)))
         if len(set(counts)) > 1:
@@ -291,12 +297,14 @@ class Audit:
             if any(loss.counted.ne(loss.counted.bool()).any() for s in steps for loss in s.losses):
                 doubts["miscounted"] = "unless class weights should not count: pass loss_sum="
             pairs = itertools.chain(*(itertools.combinations(s.forwards, 2) for s in steps))
-            if any(one.backwards & other.backwards for one, other in pairs):
-                terms = "unless forwards of one backward are terms of a loss: pass loss_sum="
+            if any(_may_be_terms(*pair) for pair in pairs):
+                terms = "unless these forwards are terms of a loss: pass loss_sum="
                 doubts |= dict.fromkeys((*_MEANS, "weighted", "miscounted"), terms)
             if any(step.has_other_terms for step in steps):
                 others = "penalties, gradients of inputs or other models may be a part of the step"
                 doubts |= dict.fromkeys((*_VAGUE, "last_microbatch"), others)
+        if any(p._backward_hooks for p in gradients.trained_parameters(self._model).values()):
+            doubts |= dict.fromkeys(_VAGUE, "hooks of parameters may change it")
         if any(step.is_clipped_apart for step in steps):
             doubts |= dict.fromkeys(_VAGUE, "it is clipped in parts, by value or with others")
         if not hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
@@ -347,6 +355,12 @@ class Audit:
 
 def _copied(found: gradients.ByName, scale: Any = 1.0) -> gradients.ByName:
     return {name: None if g is None else g.detach() / scale for name, g in found.items()}
+
+
+def _may_be_terms(one: Forward, other: Forward) -> bool:
+    """Return whether two forwards share a backward, or have different loss functions."""
+    functions = {each.losses[0].function for each in (one, other) if each.losses}
+    return bool(one.backwards & other.backwards) or len(functions) > 1
 
 
 def _usual_weights(step: Step) -> Iterator[float]:

@@ -51,7 +51,9 @@ def unseen(model: nn.Module, optimizer: Any) -> str | None:
     if is_fsdp1(model):
         return "shards of FSDP1 cannot be read here; use check_gradient"
     held = held_parameters(model, optimizer)
-    hooked = [p for p in model.parameters() if p not in held and p._post_accumulate_grad_hooks]
+    # Those of frozen parameters only refuse gradients.
+    others = [p for p in model.parameters() if p not in held and p.requires_grad]
+    hooked = [p for p in others if p._post_accumulate_grad_hooks]
     if hooked and held.isdisjoint(model.parameters()):
         return "the optimizer has other tensors; audit an engine with the policy fp32 or autocast"
     if hooked or any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):

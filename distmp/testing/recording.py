@@ -128,7 +128,8 @@ class Step:
         state: Full parameters and buffers before the first forward.
         forwards: The forwards.
         losses: The losses of all forwards.
-        has_other_terms: Whether parameters were used outside of forwards, or gradients in a loss.
+        has_other_terms: Whether parameters were used outside of forwards, or gradients or inner
+            tensors of the model in a loss.
         unseen: What the loss depends on besides calls of loss functions.
         training: Whether modules were in training mode, by name.
         compute: Dtype of the first parameter that a module used.
@@ -213,20 +214,29 @@ def has_unseen_terms(loss: Tensor, known: Sequence[Loss]) -> bool:
     """Return whether a loss depends on a leaf otherwise than by known losses."""
     # A mean may be that of other losses.
     known = [each for each in known if each.function != "mean"] or known
-    kinds = {"zero", *(each.function for each in known)}
+    return any(True for _ in _leaves(loss, {"zero", *(each.function for each in known)}))
+
+
+def bypasses_outputs(loss: Tensor, model: nn.Module) -> bool:
+    """Return whether a loss depends on parameters of a model otherwise than by its outputs."""
+    own = {*model.parameters()}
+    return any(leaf in own for leaf in _leaves(loss, {"zero", "output"}))
+
+
+def _leaves(loss: Tensor, stops: set[str]) -> Iterator[Tensor]:
+    """Yield the leaves that a loss depends on by paths without a node with one of these marks."""
     edges: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
     visited = {*edges}
     for node, index in edges:  # the loop appends to it
-        if node is None or node.metadata.get("distmp") in kinds:
+        if node is None or node.metadata.get("distmp") in stops:
             continue
         if node.name().endswith("AccumulateGrad"):
-            return True
+            yield node.variable
         following = node.next_functions
         if node.name() == "_DDPSinkBackward":  # returns its inputs
             following = following[index : index + 1]
         edges += {*following} - visited
         visited |= {*following}
-    return False
 
 
 @torch.no_grad()
@@ -248,7 +258,7 @@ def counted_losses(function: Callable[..., Tensor], arguments: dict[str, Any]) -
 
 # Functions that write to their first argument.
 _WRITES = re.compile(r"(_foreach_)?(copy|add|sub|mul|div)_|__setitem__|__i(add|sub|mul|truediv)__")
-_CLAMPS = re.compile(r"(_foreach_)?(clamp|clip)(_min|_max)?_")
+_CLAMPS = re.compile(r"(_foreach_)?(clamp|clip)(_min|_max)?(_?)")
 
 
 def _local(tensor: Any) -> Tensor:
@@ -278,7 +288,9 @@ class _Recorder(TorchFunctionMode):
         of_others = is_read and args[0] in self._inputs
         of_others |= is_grad and any(not isinstance(each, nn.Parameter) for each in args[1][:1])
         step.has_other_terms |= of_others
-        depends = func is Tensor.backward and has_unseen_terms(args[0], step.losses)
+        is_backward = func is Tensor.backward
+        step.has_other_terms |= is_backward and bypasses_outputs(args[0], self._model)
+        depends = is_backward and has_unseen_terms(args[0], step.losses)
         before = depends and [len(each.backwards) for each in step.forwards]
         keeps = is_grad and (kwargs["retain_graph"] or kwargs["create_graph"])
         self._is_probing = of_others or keeps
@@ -317,15 +329,15 @@ class _Recorder(TorchFunctionMode):
     def _may_clip(self, func: Any, args: Any) -> bool:
         """Return whether a function clamps its first argument, or writes what was clamped to it."""
         step, name = self._step, getattr(func, "__name__", "")
-        is_clamp = bool(_CLAMPS.fullmatch(name))
-        step.has_clamped |= is_clamp
+        clamp = _CLAMPS.fullmatch(name)
+        step.has_clamped |= clamp is not None and clamp[4] == "_"
         assigns = name == "__set__" and isinstance(args[1], Tensor)
         step.is_clipped_apart |= step.has_clamped and assigns
-        return is_clamp or (step.has_clamped and bool(_WRITES.fullmatch(name)))
+        return clamp is not None or (step.has_clamped and bool(_WRITES.fullmatch(name)))
 
     def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record a forward."""
-        if torch.is_grad_enabled():
+        """Record a forward; a copy of the model has the same hooks."""
+        if model is self._model and torch.is_grad_enabled():
             step = self._step = self._current()
             # Perhaps a step of another model.
             inputs = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
@@ -353,17 +365,18 @@ class _Recorder(TorchFunctionMode):
             found[index] = gradient.cpu() + found.get(index, 0)
             watched.backwards.add((self._is_probing, torch._C._current_graph_task_id()))
 
-    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Return copies of the outputs, whose gradients are those that come from outside."""
-        forward, self._running = self._running, None
-        if forward is None:
+        if model is not self._model or self._running is None:
             return output
+        forward, self._running = self._running, None
         indices = itertools.count()
 
         def watched(tensor: Tensor) -> Tensor:
             index = next(indices)
             if tensor.requires_grad:
                 tensor, forward.is_watched = tensor.clone(), True
+                tensor.grad_fn.metadata["distmp"] = "output"  # type: ignore[index, union-attr]
                 tensor.register_hook(functools.partial(self._receive, forward, index=index))
                 forward.norms[index] = float(tensor.detach().norm())
             return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import random
@@ -434,6 +435,89 @@ def test_factors_of_mistakes_are_no_weights(
     report = report_of(train_step)
     assert (kinds(report), report.undecided) == ([kind], ()), str(report)
     assert "on purpose" not in str(report)
+
+
+def distilled(model: Any) -> Tensor:
+    """A term of features, which leave the model beside its outputs."""
+    kept: list[Tensor] = []
+    handle = model[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = cross_entropy(model, 6)
+    handle.remove()
+    return loss + F.mse_loss(kept[0], torch.ones_like(kept[0]))
+
+
+def of_two_tasks(model: nn.Module) -> None:
+    cross_entropy(model, 6).backward()
+    F.mse_loss(model(torch.randn(4, 8)), torch.zeros(4, 4)).mul(0.1).backward()
+
+
+def clamped_by_hooks(model: nn.Module) -> None:
+    handles = [p.register_hook(lambda g: g.clamp(-0.02, 0.02)) for p in model.parameters()]
+    cross_entropy(model, 6).backward()
+    assert handles
+
+
+def clamped(model: nn.Module) -> None:
+    cross_entropy(model, 6).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clamp(-0.02, 0.02)
+
+
+@pytest.mark.parametrize(
+    "train_step",
+    [lambda model: distilled(model).backward(), of_two_tasks, clamped, clamped_by_hooks],
+    ids=["features", "two backwards", "clamped", "hooks"],
+)
+def test_correct_steps_of_other_kinds_are_not_called_wrong(
+    train_step: Callable[[nn.Module], None],
+) -> None:
+    torch.manual_seed(0)
+    report = report_of(train_step)
+    assert report.exit_code == 2, report
+
+
+def test_an_update_without_forward_hides_no_error() -> None:
+    def twice(model: nn.Module) -> None:
+        for _ in range(2):
+            cross_entropy(model, 6).backward()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for _ in range(2):
+            optimizer.zero_grad()
+            twice(model)
+            optimizer.step()
+            optimizer.step()
+    assert (kinds(audit.report), audit.report.steps) == (["microbatches_never"], 2)
+    assert "2 updates without a forward" in str(audit.report)
+
+
+def test_copies_of_the_model_are_not_recorded() -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        cross_entropy(model, 6).backward()
+        cross_entropy(copy.deepcopy(model), 6).backward()
+        optimizer.step()
+    assert audit.report.exit_code == 0, audit.report
+
+
+def test_hooks_that_refuse_gradients_of_frozen_parameters_hide_no_error() -> None:
+    model = small()
+    for parameter in model[0].parameters():  # as builders do
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        for _ in range(2):
+            cross_entropy(model, 6).backward()
+            cross_entropy(model, 6).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert kinds(audit.report) == ["microbatches_never"], audit.report
 
 
 def test_forwards_without_any_backward_are_named() -> None:
