@@ -162,7 +162,8 @@ def create_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, 
 
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     default: Any = dist.group.WORLD
-    options = default._get_backend(device).options  # simulated ranks have none
+    # Simulated ranks have none.
+    options = getattr(default._get_backend(device), "options", None)
     for group in mesh.get_all_groups() if options else ():
         dist.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -81,18 +82,19 @@ def train_as_rank(
 
 def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
     """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
+    received = world.ranks.gather(stop.received)
+    exit_code = exit_code_after(signal.SIGINT if signal.SIGINT in received else None)
     if stop_requested_on_any_rank(is_orphan(), world.group):
         # A launcher was killed, perhaps the one with the store that `Restarts` uses. Launchers of
         # other hosts may continue without it.
-        return LOST_PEER_EXIT_CODE if restarts.max_restarts else exit_code_after(stop.received)
-    received = world.ranks.gather(stop.received)
+        return LOST_PEER_EXIT_CODE if restarts.max_restarts else exit_code
     if world.ranks.from_rank_0(lambda: restarts.follows(received)):
         if world.rank == 0:
             sys.stdout.write(f"{MORE_MACHINES}; the ranks start again with them\n")
         return LOST_PEER_EXIT_CODE
     # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
     restarts.give_up(STOPPED_EXIT_CODE)
-    return exit_code_after(stop.received)
+    return exit_code
 
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:

@@ -23,8 +23,10 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.telemetry.records import read_records
 from distmp.train import main
+from distmp.training import train_as_rank
 from distmp.training.callbacks import stopping
 from distmp.training.callbacks.stopping import TimeLimit
+from distmp.training.restarts import Restarts
 from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
@@ -111,6 +113,13 @@ def test_signal_to_any_rank_stops_and_saves_all(tmp_path: Path) -> None:
     target, step = random.randrange(2), random.randrange(1, STEPS - 1)
     sys.stdout.write(f"signal {number!r} to rank {target} in step {step}\n")
     run_ranks(stopped_and_resumed, 2, tmp_path, number, target, step)
+
+
+@ranks(2)
+def test_ranks_have_same_exit_code_after_ctrl_c_on_one() -> None:
+    world, stop = World.current("cpu"), StopSignals()
+    stop.received = (None, signal.SIGINT)[world.rank]
+    assert train_as_rank._stopped(Restarts(None, 0, 0, 2), stop, world) == 130
 
 
 @ranks(2)
