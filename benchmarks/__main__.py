@@ -50,12 +50,9 @@ BENCHMARKS = {
     "rl_mismatch": Benchmark(("--steps=1",)),
     "peers": Benchmark((*ONE_ROUND, "--size=1m", "--races", "fsdp fp32")),
     "guard": Benchmark(ONE_ROUND),
-    "explain_memory": Benchmark(),
     "growth": Benchmark(),
-    "exchange": Benchmark(),
     "checkpoint_stall": Benchmark(ONE_ROUND),
     "start_up": Benchmark(ONE_ROUND),
-    "command_start": Benchmark(ONE_ROUND),
     # These train for hours on a CPU.
     "lean_state": Benchmark(("--seeds=1", "--size=1m"), default=False),
     "narrow_formats": Benchmark(("--seeds=1", "--size=1m"), default=False),

@@ -15,7 +15,6 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "accumulation-passes": ("distmp/buckets",),
     "activation-checkpointing": ("distmp/models", "distmp/parallel"),
     "checkpoint-stall": ("distmp/checkpoint", "distmp/engine"),
-    "exchange": ("distmp/buckets", "distmp/parallel", "distmp/scaling"),
     "loss": ("distmp/models",),
     "muon": ("distmp/optim", "distmp/parallel"),
     "step-tail": ("distmp/engine", "distmp/optim", "distmp/scaling"),

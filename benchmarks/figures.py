@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.report import RESULTS
 from benchmarks.tables import (
     accumulation,
-    exchange,
     formats,
     loss,
     precision,
@@ -48,12 +47,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "muon": runs.muon,
     "rl-mismatch": rollouts.rl_mismatch,
     "known-scripts": scripts.known_scripts,
-    "explain-memory": runs.explain_memory,
     "growth": runs.growth,
-    "exchange": exchange.exchange,
     "checkpoint-stall": runs.checkpoint_stall,
     "start-up": start_up.start_up,
-    "command-start": runs.command_start,
 }
 # The name of a mark or of a saved result: table, size of the model if not the default, and device.
 NAME = re.compile(r"(?P<table>[\w-]+?)(?P<size>-[\d.]+[mb])?-(?P<device>cpu|cuda)")

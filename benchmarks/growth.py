@@ -13,26 +13,39 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.explain_memory import CPU, peak_allocated, stepper
 from benchmarks.report import machine, save, sized
 from benchmarks.tables import runs
 from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
-from distmp.precision import policy
+from distmp.distributed.world import World
+from distmp.precision import PrecisionPolicy, policy, resolve
+from distmp.training.components import (
+    Progress,
+    build_engine,
+    build_model_and_data,
+    training_batches,
+)
+
+CPU = torch.device("cpu")
 
 REAL = sized((2, 4), (2,))
 COMPUTED = sized((8, 64, 512, 4096), (8,))
 # The ranks of a machine share its free memory, which determines where gradients are accumulated.
 RANKS_PER_MACHINE = 8
 STEPS = 3
+MEASURED = "a step after the first"
 SAMPLES_PER_RANK = 2
 COMMON = (
     f"--model.size={sized('22m', '1m')}",
@@ -102,6 +115,69 @@ def _measured(step: Callable[[], object]) -> dict[str, float]:
         "measured_wire": sent,
         "seconds": statistics.median(seconds),
     }
+
+
+def stepper(config: RunConfig, **changes: Any) -> Callable[[], object]:
+    """Return a function that runs a step; its first call also builds the engine.
+
+    Args:
+        config: The configuration of the run.
+        **changes: Other fields of the engine's settings.
+    """
+    world = World.current(CPU)
+    policy, _ = resolve(config.precision.policy, CPU)
+    steps = _steps(config, world, policy, changes)
+    return lambda: next(steps)
+
+
+def _steps(
+    config: RunConfig, world: World, policy: PrecisionPolicy, changes: dict[str, Any]
+) -> Iterator[object]:
+    parts = build_model_and_data(config, world)
+    engine = build_engine(config, parts, world, policy=policy, **changes)
+    with closing(training_batches(config, parts, world, Progress())) as batches:
+        for each in batches:
+            yield engine.step(each.microbatches)
+
+
+def peak_allocated(step: Callable[[], object]) -> int:
+    """Return the peak memory of torch's CPU allocator in a step after the first, in bytes.
+
+    It is the minimum over several steps: memory that gloo's threads free is detected only when its
+    address is used again.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+        for _ in range(STEPS - 1):
+            with record_function(MEASURED):
+                step()
+    assert profiler.profiler is not None
+    events = [*_flat(profiler.profiler.kineto_results.experimental_event_tree())]
+    begins = sorted(event.start_time_ns for event in events if event.name == MEASURED)
+    allocations = sorted(
+        (event for event in events if event.tag == _EventType.Allocation),
+        key=lambda event: event.start_time_ns,
+    )
+    # Count by address: the profiler's total misses memory that gloo's threads free.
+    allocated: dict[int, int] = {}
+    total = 0
+    peaks = [0] * len(begins)
+    for event in allocations:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        total -= allocated.pop(address, 0)
+        if size > 0:
+            allocated[address] = size
+            total += size
+        step_number = bisect(begins, event.start_time_ns) - 1
+        if step_number >= 0:
+            peaks[step_number] = max(peaks[step_number], total)
+    return min(peaks)
+
+
+def _flat(events: Any) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
 
 
 def sent_bytes(step: Callable[[], object]) -> int:

@@ -30,25 +30,6 @@ def reproducible(result: dict[str, Any]) -> str:
     )
 
 
-def explain_memory(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.explain_memory`."""
-    rows: list[dict[str, object]] = [
-        {
-            "run": name,
-            "policy": f"`{case['policy']}`",
-            "ranks": case["ranks"],
-            "predicted, MB": f"{case['predicted'] / 1e6:.1f}",
-            "measured, MB": f"{case['measured'] / 1e6:.1f}",
-            "predicted / measured": f"{case['predicted'] / case['measured']:.3f}",
-        }
-        for name, case in result["cases"].items()
-    ]
-    return (
-        f"{table(rows)}\n\nMeasured: peak memory of torch's CPU allocator on the first rank in a "
-        f"step after the first. {machine_line(result)}"
-    )
-
-
 def growth(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.growth`: measured numbers of ranks, and two larger ones."""
     rows: list[dict[str, object]] = []
@@ -118,17 +99,4 @@ def muon(result: dict[str, Any]) -> str:
         f"{table(rows)}\n\nLargest difference of the first update of a hidden matrix from that on "
         f"one rank, relative to its norm; a transformer with {result['parameters']:,} parameters "
         f"in FP32. {machine_line(result)}"
-    )
-
-
-def command_start(result: dict[str, Any]) -> str:
-    """Return the table of `benchmarks.command_start` and a line on its machine."""
-    torch, *commands = result["seconds"].items()
-    rows: list[dict[str, object]] = [
-        {"command": name, f"time / `{torch[0]}`": ratios(seconds, torch[1])}
-        for name, seconds in commands
-    ]
-    return (
-        f"{table(rows)}\n\nProcessor time of a new process; median (min to max) of "
-        f"{len(torch[1])} alternating rounds. {machine_line(result)}"
     )

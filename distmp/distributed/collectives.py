@@ -162,8 +162,8 @@ def create_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, 
 
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     default: Any = dist.group.WORLD
-    # Simulated ranks have none.
-    options = getattr(default._get_backend(device), "options", None)
-    for group in mesh.get_all_groups() if options else ():
-        dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    options: Any = getattr(default._get_backend(device), "options", None)
+    if options is not None:  # simulated ranks have none
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh

@@ -129,7 +129,7 @@ def _in_layers(
     """
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = getattr(getattr(model, "config", None), "model_type", "")
     targets = values.get("target_modules") or DEFAULTS.get(kind)
     indices = values.get("layers_to_transform")
     if indices in (None, []) or not isinstance(targets, list | tuple | set):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.exchange import RANKS_PER_MACHINE, count, count_before
+from benchmarks.exchange import RANKS_PER_MACHINE, count
 from tests.commands.explain.runs import policy, run
 
 IN_16_BITS = {"precision": policy("bf16,reduce=bf16")}
 
 
 def at(ranks: int, settings: dict[str, Any]) -> Any:
-    return run(**settings, batch={"global_batch_size": 8 * ranks})
+    return run(**settings, batch={"global_batch_size": ranks, "microbatch_size": 1})
 
 
 @pytest.mark.nightly
@@ -30,10 +30,6 @@ def test_sums_cost_the_same_at_any_number_of_ranks(strategy: str) -> None:
     for ranks, found in ((64, few), (512, many)):
         ring = 4 * (ranks - 1) / ranks / RANKS_PER_MACHINE
         assert found["network"] < ring / 2
-    before = count_before(at(64, settings), 64)
-    assert before["launches_of_sums"] == 32 * few["launches_of_sums"]
-    assert before["memory"] == pytest.approx(10, rel=0.01)
-    assert before["network"] == 1.75
 
 
 @pytest.fixture

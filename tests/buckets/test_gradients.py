@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.explain_memory import peak_allocated
+from benchmarks.growth import peak_allocated
 from benchmarks.traffic import Traffic
 from distmp.buckets import FlatParameters, Fp32GradBuckets, gradients
 from distmp.buckets.used_parameters import weights_used_once

@@ -20,10 +20,6 @@ SLICES = slices("350m", LARGE, Path("out"))
 NUMBERS = ("one", "two", "three", "four", "five", "six")
 
 
-def test_page_figures_agree_with_results() -> None:
-    assert "<!-- figures: every-gpu-result -->" in PAGE
-
-
 def test_time_on_page_agrees_with_slices() -> None:
     assert f"{NUMBERS[len(SLICES) - 1]} slices of at most {SLICE_SECONDS // 60} minutes" in PAGE
     limits = [sum(job.limit for job in part.jobs) for part in SLICES]

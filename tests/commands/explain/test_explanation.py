@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.explain_memory import peak_allocated, stepper
-from benchmarks.growth import sent_bytes
+from benchmarks.growth import peak_allocated, sent_bytes, stepper
 from distmp import cli
 from distmp.buckets import gradients
 from distmp.commands.explain import explanation as explanation_module
@@ -66,6 +65,7 @@ TWO_RANKS = {
         batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
     ),
     "fsdp, 8 bits": run(precision=policy("fp8"), strategy="fsdp"),
+    "fsdp, muon": run(precision=policy("bf16"), strategy="fsdp", optim={"name": "muon"}),
 }
 
 
