@@ -112,6 +112,8 @@ def launch(
 def _run_with_others(endpoint: Endpoint, options: Namespace) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
     rendezvous = Rendezvous.open(endpoint)
+    endpoint = rendezvous.endpoint
+    options.rdzv_endpoint = str(endpoint)
     with failures_explained(rendezvous), rendezvous.watched(_give_up):
         # Without these, torchrun's agent of rank 0 hosts a second store. It publishes the address
         # once, so an agent that joins later waits forever; and if rank 0 moves to another agent,
@@ -173,12 +175,19 @@ def plan_here(
 
 
 def _run(options: Namespace) -> int:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
     own_id = {LAUNCHER_VARIABLE: str(os.getpid())}  # for `distmp.distributed.orphans` in the ranks
-    with guarded(), OrderlyStop(options) as stop, mock.patch.dict(os.environ, own_id):
+    torchruns = LocalElasticAgent._stop_workers
+    with (
+        guarded(),
+        OrderlyStop(options) as stop,
+        mock.patch.object(LocalElasticAgent, "_stop_workers", stop.saving_first(torchruns)),
+        mock.patch.dict(os.environ, own_id),
+    ):
         for name in _NOISY:  # their modules, which `guarded` imports, set another level
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:

@@ -41,7 +41,7 @@ class Network:
     @classmethod
     def of_this_machine(cls) -> Network:
         """Read the interfaces as they are now."""
-        return cls(socket.getfqdn(), interfaces(), _resolve, _source)
+        return cls(socket.getfqdn(), interfaces(), resolve, _source)
 
     def with_retries(self, seconds: float, log: Callable[[str], None]) -> Network:
         """Return a copy that retries names which do not resolve yet.
@@ -127,7 +127,12 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     return result
 
 
-def _resolve(name: str) -> str:
+def resolve(name: str) -> str:
+    """Return the address of a name.
+
+    Raises:
+        AddressError: If it has none here.
+    """
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,17 +1,19 @@
 """Stop a launcher: forward the signal to its ranks, wait for them, and do not restart them.
 
-torchrun itself kills ranks 30 seconds after SIGTERM, is killed by SIGUSR1, and restarts ranks after
-any exit code other than 0.
+torchrun itself kills ranks 30 seconds after SIGTERM, which it also sends when more machines join,
+is killed by SIGUSR1, and restarts ranks after any exit code other than 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -92,6 +94,18 @@ class OrderlyStop:
         signal.setitimer(signal.ITIMER_REAL, 0)
         restore_handlers(self._previous_handlers)
 
+    def saving_first(self, stop_workers: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        """Return torchrun's method that stops ranks; they save before it if more machines join."""
+
+        def stop(agent: Any, group: Any) -> None:
+            if group.state.name == "HEALTHY":  # no rank has failed
+                _send(os.kill, running_ranks(), signal.SIGTERM)
+                limit = math.inf if self._shutdown_timeout is None else self._shutdown_timeout
+                holds_within(_all_have_exited, limit)
+            stop_workers(agent, group)
+
+        return stop
+
     def exit_code(self) -> int:
         """Return the exit code of the launcher after this class has ended torchrun."""
         if self.received is not None and self.killed:
@@ -152,7 +166,7 @@ class OrderlyStop:
         if not orderly and (self.received is None or set(codes.values()) <= {None}):
             return
         self._in_handler = True
-        holds_within(lambda: None not in _exit_codes().values(), _EXIT_SECONDS)
+        holds_within(_all_have_exited, _EXIT_SECONDS)
         self._in_handler = False
         self._codes = {code for code in _exit_codes().values() if code is not None}
         if self._codes != {0}:
@@ -193,6 +207,10 @@ def _is_stopped(rank: int) -> bool:
 def _exit_codes() -> dict[int, int | None]:
     """Return the exit code of each rank: None while it runs, -N if signal N killed it."""
     return {rank: _exit_code(rank) for rank in running_ranks()}
+
+
+def _all_have_exited() -> bool:
+    return None not in _exit_codes().values()
 
 
 def _exit_code(child: int) -> int | None:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +26,7 @@ from unittest import mock
 
 from distmp.distributed import limits
 from distmp.errors import DistmpError
+from distmp.launcher.network import AddressError, resolve
 from distmp.launcher.orderly_stop import running_ranks
 from distmp.launcher.plan import Endpoint, log
 
@@ -214,7 +216,10 @@ class Rendezvous:
         Raises:
             LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
-        return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint))
+        if endpoint.is_host:
+            return cls(endpoint, _host(endpoint))
+        endpoint = _when_open(endpoint)
+        return cls(endpoint, _reach(endpoint))
 
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
@@ -396,7 +401,6 @@ def _open_store(endpoint: Endpoint) -> TCPStore:
 
 
 def _reach(endpoint: Endpoint) -> TCPStore:
-    _wait_until_open(endpoint)
     store = _connect(endpoint)
     run_id = store.get(_RUN).decode()
     if run_id != endpoint.run_id:
@@ -407,7 +411,8 @@ def _reach(endpoint: Endpoint) -> TCPStore:
     return store
 
 
-def _wait_until_open(endpoint: Endpoint) -> None:
+def _when_open(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint, with another address if the first machine was replaced meanwhile."""
     started = time.monotonic()
     logged = False
     while (problem := limits.connection_error(endpoint.address, endpoint.port)) is not None:
@@ -421,6 +426,9 @@ def _wait_until_open(endpoint: Endpoint) -> None:
             )
             logged = True
         time.sleep(_RETRY_SECONDS)
+        with contextlib.suppress(AddressError):
+            endpoint = replace(endpoint, address=resolve(endpoint.head))
+    return endpoint
 
 
 def _unreachable(endpoint: Endpoint, problem: OSError) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser
 
@@ -303,6 +304,23 @@ def test_rank_that_ends_first_does_not_delay_signals_to_others(
     with pytest.raises(SignalException):
         stop._forward(signal.SIGTERM, None)
     assert signalled == [1, 2]
+
+
+SAVING = "trap 'sleep 1; echo > {0}.saved; exit' TERM; echo > {0}; while :; do sleep .1; done"
+
+
+@pytest.mark.parametrize(("state", "saves"), [("HEALTHY", True), ("FAILED", False)])
+def test_ranks_save_before_more_machines_join(state: str, saves: bool, tmp_path: Path) -> None:
+    saved: list[bool] = []
+    stop = OrderlyStop(Namespace()).saving_first(
+        lambda agent, group: saved.append((tmp_path / "rank.saved").exists())
+    )
+    words = ["sh", "-c", SAVING.format(tmp_path / "rank")]
+    with subprocess.Popen(words, start_new_session=True) as rank:
+        wait_until((tmp_path / "rank").exists)
+        stop(None, Namespace(state=WorkerState[state]))
+        rank.terminate()
+    assert saved == [saves]
 
 
 @pytest.mark.nightly

@@ -196,6 +196,15 @@ def test_endpoint_without_listener_times_out(port: int, monkeypatch: pytest.Monk
     assert "waiting for the first machine (n1, 127.0.0.1)" in message
 
 
+@pytest.mark.usefixtures("first")
+def test_replaced_first_host_is_reached_at_its_new_address(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "resolve", {"n1": "127.0.0.1"}.__getitem__)
+    of_predecessor = endpoint(port, is_host=False, address="127.0.0.9")
+    assert Rendezvous.open(of_predecessor).endpoint.address == "127.0.0.1"
+
+
 def test_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
