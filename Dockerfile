@@ -16,5 +16,7 @@ RUN pip install --no-cache-dir /wheels/*.whl
 RUN useradd --create-home distmp
 USER distmp
 WORKDIR /home/distmp
+# A new volume that is mounted here gets its owner.
+RUN mkdir runs
 ENTRYPOINT ["distmp"]
 CMD ["launch", "--", "--config", "preset:quickstart"]

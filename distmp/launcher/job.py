@@ -6,11 +6,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from distmp.distributed.rank_environment import MACHINES, PROCESSES, TORCHRUN, LauncherVariables
+from distmp.distributed.rank_environment import (
+    MACHINES,
+    PROCESSES,
+    TORCHRUN,
+    LauncherVariables,
+    Variables,
+)
 from distmp.errors import ConfigError, require
 
 T_co = TypeVar("T_co", covariant=True)
@@ -65,13 +71,13 @@ def _numbers(ranges: str) -> list[str]:
     return numbers
 
 
-Variables = Mapping[str, str]
-
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 # Variables that identify a job of Slurm; the first one is always set.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 # Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+# In an allocation with several tasks per machine, srun ignores --ntasks-per-node without --ntasks.
+_SRUN = 'srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none'
 
 
 @dataclass(frozen=True)
@@ -153,21 +159,22 @@ def _numbered_evidence(variables: Variables) -> str:
 
 
 def _numbered_source(variables: Variables) -> LauncherVariables | None:
-    """Return the variables that number this machine, or None.
+    """Return the variables that number this machine, complete ones first, or None.
 
     Variables without a rank do not count in a job of a scheduler, which provides it.
     """
     in_step = _slurm_step(variables) is not None
     of_scheduler = in_step or any(name in variables for name in ("SLURM_JOB_ID", _POD_INDEX))
-    for source in (*MACHINES, *PROCESSES, TORCHRUN):
-        if not source.show_several(variables):
-            continue
+
+    def numbers_this(source: LauncherVariables) -> bool:
         # srun sets variables of PMI, and job scripts often set RANK and NODE_RANK for its tasks.
-        if source.describe_ranks(variables) or (source.rank in variables and not in_step):
-            return source
-        if not of_scheduler:
-            return source
-    return None
+        has_rank = source.describe_ranks(variables) or (source.rank in variables and not in_step)
+        return source.show_several(variables) and (has_rank or not of_scheduler)
+
+    found = [source for source in (*MACHINES, *PROCESSES, TORCHRUN) if numbers_this(source)]
+    # Azure ML sets NODE_RANK without a number of machines, and WORLD_SIZE and RANK.
+    complete = (source for source in found if {source.size, source.rank} <= variables.keys())
+    return next(complete, found[0] if found else None)
 
 
 def _numbered(job: Job, variables: Variables, hostname: str) -> Job:
@@ -266,8 +273,8 @@ def _slurm_allocation(job: Job, variables: Variables, name: str) -> Job:
     nodes = _number(variables, names[0], least=1) if names else 1
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
     hint = (
-        "start the launcher on each machine of the job with srun: `srun --ntasks-per-node=1 "
-        "--cpu-bind=none distmp launch ...`; `--environment local` trains on this machine only"
+        f"start the launcher on each machine of the job with srun: `{_SRUN} distmp launch ...`; "
+        "`--environment local` trains on this machine only"
     )
     require(nodes == 1 and on_a_node, "SLURM_JOB_ID", name, hint)
     return replace(
@@ -287,7 +294,7 @@ def _slurm_srun(job: Job, variables: Variables, name: str, step: int) -> Job:
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     one_each = {part.partition("(")[0] for part in tasks.split(",")} == {"1"}
     hint = (
-        "start one task on each machine (srun --ntasks-per-node=1); distmp starts the ranks "
+        f"start one task on each machine: `{_SRUN} distmp launch ...`; distmp starts the ranks "
         "itself, set their number with --nproc-per-node"
     )
     require(one_each, "SLURM_STEP_TASKS_PER_NODE", tasks, hint)

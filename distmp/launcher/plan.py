@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.rank_environment import Variables
 from distmp.errors import ConfigError, require
-from distmp.launcher.job import ExplainedValue, Job, Variables
+from distmp.launcher.job import ExplainedValue, Job
 from distmp.launcher.network import (
     Network,
     address_of,

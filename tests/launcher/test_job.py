@@ -117,7 +117,10 @@ def test_environment_is_detected_from_variables(
     ],
 )
 def test_several_slurm_machines_need_srun(variables: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="`srun --ntasks-per-node=1 --cpu-bind=none distmp"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`srun --ntasks=\"\$SLURM_NNODES\" --ntasks-per-node=1 --cpu-bind=none distmp",
+    ):
         detect(variables, "n08")
     assert detect(variables, "n08", "local").environment == "local"
 
@@ -171,6 +174,12 @@ BY_HAND = {"WORLD_SIZE": "16", "MASTER_ADDR": "n08", "MASTER_PORT": "29500", "NN
         # Not of 16 machines: WORLD_SIZE is the number of ranks.
         pytest.param({**BY_HAND, "NODE_RANK": "1"}, (2, 1, "n08"), 29500, id="NODE_RANK"),
         pytest.param({"NODE_RANK": "1"}, (None, 1, None), None, id="only NODE_RANK"),
+        pytest.param(
+            {"WORLD_SIZE": "2", "RANK": "1", "NODE_RANK": "1", "MASTER_ADDR": "n1"},
+            (2, 1, "n1"),
+            None,
+            id="Azure ML",
+        ),
         pytest.param({"WORLD_SIZE": "8"}, (None, None, None), None, id="only WORLD_SIZE"),
         pytest.param(OPEN_MPI, (2, 1, None), None, id="mpirun"),
         pytest.param({**OPEN_MPI, "MASTER_ADDR": "n1"}, (2, 1, "n1"), None, id="mpirun, address"),

@@ -114,22 +114,22 @@ def test_other_exit_codes_are_not_requeued(
 
 
 def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
-    show = 'printf "%s|" "$(hostname)" "$SLURM_GPUS_ON_NODE" "$PET_NPROC_PER_NODE" "$@"'
+    show = 'printf "%s|" "$(hostname)" "$SLURM_GPUS_ON_NODE" "$@"'
     launcher, log = stub(tmp_path / "launcher", show), tmp_path / "log"
     words = "-m|distmp|launch|--|--resume=auto|--config|preset:quickstart"
 
-    def output(*options: str, **variables: str) -> str:
+    def output(*options: str) -> str:
         run = ["--data.path=a directory"]
-        job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
+        job = submit(cluster, log, run, options, PYTHON=launcher)
         cluster.wait(job, "COMPLETED")
         return log.read_text()
 
     unchanged = output()
     for name in NAMES:
-        assert unchanged.count(f"{name}|8|8|{words}|--data.path=a directory|") == 1
+        assert unchanged.count(f"{name}|8|{words}|--data.path=a directory|") == 1
     # Options of sbatch override those in the file.
-    smaller = output("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
-    assert smaller.removeprefix(unchanged).count(f"|4|4|{words}|") == 1
+    smaller = output("--nodes=1", "--gpus-per-node=4")
+    assert smaller.removeprefix(unchanged).count(f"|4|{words}|") == 1
 
 
 PROBE = """\

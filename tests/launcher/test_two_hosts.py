@@ -177,7 +177,7 @@ def test_failed_launches_are_one_message(hosts: TwoHosts) -> None:
         "wrong name": (
             (1, rendezvous_at("three:29400"), {}),
             (
-                2,
+                1,
                 r"the first machine of the run cannot be found: "
                 "the name 'three' has no address here",
             ),
