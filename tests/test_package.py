@@ -150,7 +150,7 @@ def entry_point_of_image() -> list[str]:
 @pytest.mark.nightly
 def test_docker_image_commands_install_wheel(built: Distributions, tmp_path: Path) -> None:
     """The wheel is built and installed as in the image; torch and users are the image's own."""
-    build, torch, install, user = instructions("RUN")
+    build, torch, install, user, _ = instructions("RUN")
     assert user.startswith("useradd ")
     assert torch.split()[-1] == "torch"
     assert "ARG TORCH_INDEX=" in (ROOT / "Dockerfile").read_text()

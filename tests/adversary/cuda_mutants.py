@@ -366,8 +366,8 @@ MUTANTS = [
     Mutant(
         "a weight on the host is copied while the host waits",
         STEP,
-        "weight = to_device(weight.detach(), setup.device)",
-        "weight = weight.detach().to(setup.device)",
+        "weight = to_device(weight.detach(), setup.device, copy=True)",
+        "weight = weight.detach().to(setup.device, copy=True)",
         GIVEN,
     ),
     Mutant(
@@ -555,7 +555,7 @@ MUTANTS = [
     Mutant(
         "the weight of a microbatch is copied on another stream",
         "distmp/engine/step.py",
-        "        weight = to_device(weight.detach(), setup.device)",
+        "        weight = to_device(weight.detach(), setup.device, copy=True)",
         f"        {ELSEWHERE}\n            weight = to_device(weight.detach(), setup.device) + 0",
         GIVEN,
     ),

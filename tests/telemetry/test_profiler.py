@@ -214,7 +214,6 @@ def test_failed_run_writes_its_profile(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(ValueError, match="a fault"):
         recorded(tmp_path, "2:4", 1, 4, fails_in=3)
     assert current_phase.observer is None
-    assert str(current_phase.now) == "step 3, update"
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert (tmp_path / "operators-rank0.txt").exists()
