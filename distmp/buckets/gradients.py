@@ -13,7 +13,9 @@
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
 #   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
 #   later ones, and sets `.grad` to None. On a GPU, the gradients of up to `HELD_BYTES` are held and
-#   copied in one launch, at the latest when the bucket is reduced or backward ends.
+#   copied in one launch, at the latest when the bucket is reduced or backward ends. Hooks run on
+#   the stream of the forward. If there are several, each copies its gradients, and the stream that
+#   reduces a bucket waits for all of them.
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
@@ -269,10 +271,12 @@ class Fp32GradBuckets:
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
         self._starting_at_zero = list(self._zeroed_before_steps())
-        # Gradients that are not copied yet, with their views of the bucket, and their bytes there.
-        self._held: list[tuple[Tensor, Tensor]] = []
+        # By stream that computes them: gradients that are not copied yet, with their views of the
+        # bucket. All streams whose hooks the last copy did not wait for are keys.
+        self._held: dict[torch.Stream | None, list[tuple[Tensor, Tensor]]] = {}
         self._held_bytes = 0
         self._most_held = HELD_BYTES.get(device.type, 0)
+        self._gpu = device.index if device.type == "cuda" else None
         self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
@@ -532,7 +536,7 @@ class Fp32GradBuckets:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
         self._stage = _Stage.BETWEEN_STEPS
-        self._held, self._held_bytes = [], 0
+        self._held, self._held_bytes = {}, 0
         if self._sums is not None:
             self._sums.clear()
 
@@ -623,7 +627,7 @@ class Fp32GradBuckets:
             self._copy_held()
             view += gradient
         else:
-            self._held.append((view, gradient))
+            self._held_on_stream().append((view, gradient))
             self._held_bytes += view.nbytes
             if self._held_bytes > self._most_held:
                 self._copy_held()
@@ -632,11 +636,23 @@ class Fp32GradBuckets:
         if self._reduces:
             self._mark_ready(slot)
 
+    def _held_on_stream(self) -> list[tuple[Tensor, Tensor]]:
+        return self._held.setdefault(self._stream(), [])
+
+    def _stream(self) -> torch.Stream | None:
+        return None if self._gpu is None else torch.accelerator.current_stream(self._gpu)
+
     def _copy_held(self) -> None:
-        if self._held:
-            views, gradients = zip(*self._held, strict=True)
-            torch._foreach_copy_(views, gradients)
-            self._held, self._held_bytes = [], 0
+        """Copy gradients on the streams that compute them, and let the current stream wait."""
+        current = self._stream()
+        for stream, held in self._held.items():
+            if held:
+                views, gradients = zip(*held, strict=True)
+                with stream or contextlib.nullcontext():
+                    torch._foreach_copy_(views, gradients)
+            if current is not None and stream not in (None, current):
+                current.wait_stream(stream)
+        self._held, self._held_bytes = {current: []}, 0
 
     def _mark_ready(self, slot: _Slot) -> None:
         """Launch the reductions of all buckets that are complete and next in order."""
@@ -648,6 +664,8 @@ class Fp32GradBuckets:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         missing.discard(slot)
+        if self._gpu is not None:
+            self._held_on_stream()  # autograd may have added to the bucket there
         if missing or self._drop_non_finite:
             return
         if self._observed is not None and slot.bucket not in self._observed:

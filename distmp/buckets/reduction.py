@@ -17,7 +17,7 @@ timing. After `finish` a rank holds the full sum, or its shard of it.
 # bucket n, the all-gather of bucket n - 2, then the second all-to-all of bucket n - 1. No rank
 # tests whether a collective has completed in order to decide what to issue next.
 #
-# Streams. On CUDA, `launch` is called in a backward hook, on the stream that computed the
+# Streams. On CUDA, `launch` is called in a backward hook, on a stream that has waited for the
 # gradients. `AllReduce` needs no stream: NCCL makes its own stream wait for the current one, and
 # `Work.wait` in `finish` makes the current stream wait for NCCL's. `AllToAllReduce` has to wait for
 # a collective in the middle of backward, to sum what it received. On the stream of backward this

@@ -104,3 +104,46 @@ def test_two_ranks_synchronize_streams(kind: str) -> None:
         tolerance = 1e-4 if exact else 0.02
         assert (step.loss, step.grad_norm) == pytest.approx((mean, norm), rel=tolerance)
     assert engine.clock.take() is not None
+
+
+class TwoStreams(nn.Module):
+    """Two equal layers, of which one runs on a side stream, with the waits that torch needs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(width, width, bias=False) for _ in "ab")
+        self.b.load_state_dict(self.a.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        x.record_stream(side)
+        with torch.cuda.stream(side):
+            y = self.b(x)
+        z = self.a(x)
+        main.wait_stream(side)
+        y.record_stream(main)
+        return y + z
+
+
+def step_with_two_streams(width: int, **options: Any) -> None:
+    engine = make_engine(
+        model=TwoStreams(width),
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        policy="fp32",
+        **options,
+    )
+    before = engine.weights()["a.weight"].clone()
+    engine.step([torch.ones(2, width).pin_memory() for _ in range(2)])
+    after = engine.weights()
+    assert torch.equal(after["a.weight"], after["b.weight"])
+    assert not torch.equal(after["a.weight"], before)
+
+
+def test_gradients_of_two_streams_are_copied_after_both() -> None:
+    step_with_two_streams(2048, device="cuda")  # 16 MiB each: both are copied during backward
+
+
+@ranks(2, timeout=250, cuda=True)
+def test_buckets_of_two_streams_are_reduced_after_both() -> None:
+    step_with_two_streams(8, device=World.current("cuda").device, strategy="ddp")
