@@ -292,9 +292,14 @@ def _initialize_group(
 
 
 def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the requested device; None and "cuda" select the GPU of this rank."""
+    """Return the requested device; None and "cuda" select the GPU of this rank.
+
+    A GPU becomes the current device, which FSDP computes on.
+    """
     if device is not None:
         requested = usable_device(device)
+        if requested.type == "cuda" and requested.index is not None:
+            torch.cuda.set_device(requested)
         if requested.type != "cuda" or requested.index is not None:
             return requested
     if torch.cuda.is_available() and torch.cuda.current_device() != 0:

@@ -258,4 +258,5 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     assert _device_of_rank(None, 2) == torch.device("cuda", 2)
     assert _device_of_rank("cuda", 0) == torch.device("cuda", 2)  # set before by set_device
     assert _device_of_rank("cuda:1", 2) == torch.device("cuda", 1)
+    assert current == [1]  # FSDP computes on the current device
     assert _device_of_rank("cpu", 2) == torch.device("cpu")
