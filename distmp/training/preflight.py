@@ -253,12 +253,14 @@ class RankSpeed(NamedTuple):
 
 def measure(world: World, stride: int) -> RankSpeed:
     """Measure the links of this rank; every rank calls it."""
+    # Gloo, which ranks that share a GPU use, cannot send tensors of a GPU.
+    device = torch.device("cpu") if world.backend == "gloo" else world.device
     rates = [
-        _rate(partial(_exchange, partner=partner), world.device)
+        _rate(partial(_exchange, partner=partner), device)
         for partner in partners(world.rank, world.world_size, stride)
         if partner is not None
     ]
-    return RankSpeed(max(rates, default=0.0), _rate(dist.all_reduce, world.device))
+    return RankSpeed(max(rates, default=0.0), _rate(dist.all_reduce, device))
 
 
 def _rate(send: Callable[[Tensor], object], device: torch.device) -> float:

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +20,14 @@ from distmp.config import BatchConfig, RunConfig, load
 from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.rendezvous_store import AttemptError
-from distmp.distributed.world import leave
+from distmp.distributed.world import World, leave
 from distmp.errors import HANG_EXIT_CODE, ConfigError, SetupError
 from distmp.training import failures, preflight
 from distmp.training.preflight import is_enabled, join_checked
 from distmp.training.run_inputs import CODE, DATA, inputs
 from distmp.utils.settings import from_mapping
 from tests.elastic import Job, run_jobs
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 from tests.torchrun import corpus, tiny
 
 LIMIT_SECONDS = 20.0
@@ -173,6 +174,13 @@ def test_blocking_rank_is_named(tmp_path: Path) -> None:
     assert f"rank 2 of 3 on {host} is late and does not answer: its process is" in reporter.output
     assert "ranks 0-1 wait in work.wait" in reporter.output
     assert "preflight: comparing settings, code and data" in reporter.output
+
+
+@ranks(2)
+def test_links_of_ranks_that_share_a_gpu_are_measured() -> None:
+    world = replace(World.current("cpu"), device=torch.device("cuda", 0))
+    speed = preflight.measure(world, 1)  # gloo sends no tensors of a GPU
+    assert min(speed) > 0
 
 
 def test_unreachable_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
