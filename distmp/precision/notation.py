@@ -307,15 +307,22 @@ def _limit(chosen: PrecisionPolicy, device: torch.device) -> str:
         name, capability = _gpu(device), torch.cuda.get_device_capability(device)
     if chosen.tf32 and capability < CAPABILITIES[torch.bfloat16]:
         return f"{name} has no TF32, so products keep all bits of float32"
-    if chosen.has_low_precision_matmuls and not computes_low_precision(chosen.scaling, capability):
-        return f"{name} only emulates matmuls with scaling={chosen.scaling}, which is slow"
+    if chosen.has_low_precision_matmuls and not computes_low_precision(
+        chosen.scaling, chosen.forward_format, capability
+    ):
+        return f"{name} only emulates the matmuls of {chosen.name}, which is slow"
     if chosen.compute_dtype in SIXTEEN_BIT and chosen.compute_dtype not in native_dtypes(device):
         return f"{name} only emulates {dtype_name(chosen.compute_dtype)}, which is slow"
     return ""
 
 
-def computes_low_precision(scaling: str, capability: tuple[int, int]) -> bool:
-    """Return whether a GPU of this compute capability has a kernel for low-precision matmuls."""
+def computes_low_precision(scaling: str, forward: str | None, capability: tuple[int, int]) -> bool:
+    """Return whether a GPU of this compute capability has a kernel for low-precision matmuls.
+
+    No GPU has one for two matrices in e5m2, and some have none for inputs or weights in e5m2.
+    """
+    if forward == "e5m2":
+        return False
     return scaling in LOW_PRECISION_CAPABILITY and capability >= LOW_PRECISION_CAPABILITY[scaling]
 
 

@@ -40,7 +40,8 @@ class LowPrecisionLayers:
     """
 
     def __init__(self, selection: Selection, policy: PrecisionPolicy, device: torch.device) -> None:
-        self.is_emulated = choose_product(policy.scaling, device) is emulated_product
+        product = choose_product(policy.scaling, policy.forward_format, device)
+        self.is_emulated = product is emulated_product
         self.backend = "emulated" if self.is_emulated else "computed by torch._scaled_mm"
         self.high_precision = selection.high_precision
         self.modules = selection.low_precision

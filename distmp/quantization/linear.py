@@ -107,7 +107,7 @@ class LowPrecisionState:
         self.counts = LayerCounts(counts)
         self.key = key
         self.transform = random_transform(counts.device)
-        self.product = choose_product(formats.scaling, counts.device)
+        self.product = choose_product(formats.scaling, formats.forward, counts.device)
 
 
 def low_precision_linear(

@@ -19,15 +19,16 @@ from distmp.quantization.operands import Operand
 Product = Callable[[Operand, Operand, torch.dtype], Tensor]
 
 
-def choose_product(scaling: str, device: torch.device) -> Product:
+def choose_product(scaling: str, forward: str | None, device: torch.device) -> Product:
     """Return the kernel for a device, or the emulation.
 
     Args:
         scaling: "tensor", "row", "block32" or "block16".
+        forward: Format of inputs and weights in forward; None is the compute dtype.
         device: Device of the model.
     """
     if device.type == "cuda" and computes_low_precision(
-        scaling, torch.cuda.get_device_capability(device)
+        scaling, forward, torch.cuda.get_device_capability(device)
     ):
         return scaled_product
     return emulated_product
@@ -66,8 +67,8 @@ def scaled_product(a: Operand, b: Operand, dtype: torch.dtype = torch.float32) -
     Returns:
         [m, n].
     """
-    if a.number_format.dtype == b.number_format.dtype == torch.float8_e5m2:
-        return emulated_product(a, b, dtype)  # GPUs have no kernel for two e5m2 operands
+    if b.number_format.dtype == torch.float8_e5m2:  # a phase has another format than the policy
+        return emulated_product(a, b, dtype)
     scale_a, scale_b = a.outer, b.outer.t()
     by_row = a.outer.numel() > 1 or b.outer.numel() > 1
     if by_row:

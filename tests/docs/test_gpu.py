@@ -46,7 +46,7 @@ def test_table_names_every_part_that_no_real_device_ran() -> None:
     assert all(row.startswith(known) for row in rows[1:])
     cuda = torch.device("cuda")
     with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
-        kernels = {each: choose_product(each, cuda) for each in SCALINGS}
+        kernels = {each: choose_product(each, "e4m3", cuda) for each in SCALINGS}
     emulated = [each for each, product in kernels.items() if product is emulated_product]
     assert emulated == ["block32", "block16"]
 

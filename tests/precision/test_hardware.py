@@ -9,7 +9,7 @@ from distmp.errors import ConfigError
 from distmp.precision import PrecisionPolicy, policy, resolve
 
 CPU = torch.device("cpu")
-EMULATES = "only emulates matmuls with scaling={}, which is slow"
+EMULATES = "only emulates the matmuls of {}, which is slow"
 NO_TF32 = "has no TF32, so products keep all bits of float32"
 
 
@@ -87,9 +87,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
         ("fp16-autocast", "avx512_fp16", "configured"),
         ("fp16", "amx_bf16", "configured; this CPU only emulates float16, which is slow"),
         ("tf32", "amx_bf16", f"configured; this CPU {NO_TF32}"),
-        ("fp8", "amx_bf16", f"configured; this CPU {EMULATES.format('tensor')}"),
-        ("mxfp8", "avx2", f"configured; this CPU {EMULATES.format('block32')}"),
-        ("nvfp4", "amx_bf16", f"configured; this CPU {EMULATES.format('block16')}"),
+        ("fp8", "amx_bf16", f"configured; this CPU {EMULATES.format('fp8')}"),
+        ("mxfp8", "avx2", f"configured; this CPU {EMULATES.format('mxfp8')}"),
+        ("nvfp4", "amx_bf16", f"configured; this CPU {EMULATES.format('nvfp4')}"),
     ],
 )
 def test_cpu_limitations_are_reported(
@@ -112,11 +112,13 @@ def test_cpu_limitations_are_reported(
         ("tf32", (8, 0), ""),
         ("tf32", (7, 5), NO_TF32),
         ("fp32", (3, 5), ""),
-        ("fp8", (7, 0), EMULATES.format("tensor")),
-        ("fp8", (8, 6), EMULATES.format("tensor")),
+        ("fp8", (7, 0), EMULATES.format("fp8")),
+        ("fp8", (8, 6), EMULATES.format("fp8")),
         ("fp8", (8, 9), ""),
-        ("fp8-rowwise", (8, 9), EMULATES.format("row")),
+        ("fp8-rowwise", (8, 9), EMULATES.format("fp8-rowwise")),
         ("fp8-rowwise", (9, 0), ""),
+        ("fp8,forward=e5m2", (9, 0), EMULATES.format("fp8,forward=e5m2")),
+        ("fp8,forward=bf16", (9, 0), ""),
     ],
 )
 def test_gpu_limitations_are_reported(
@@ -129,13 +131,13 @@ def test_gpu_limitations_are_reported(
     assert found == (policy(requested), f"configured{suffix}")
 
 
-@pytest.mark.parametrize(("requested", "scaling"), [("mxfp8", "block32"), ("nvfp4", "block16")])
+@pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])
 def test_block_scaling_is_emulated_on_every_gpu(
-    monkeypatch: pytest.MonkeyPatch, requested: str, scaling: str
+    monkeypatch: pytest.MonkeyPatch, requested: str
 ) -> None:
     on_a_gpu(monkeypatch, (10, 0))
     found = resolve(requested, torch.device("cuda", 0))
-    assert found.reason.endswith(f") {EMULATES.format(scaling)}")
+    assert found.reason.endswith(f") {EMULATES.format(requested)}")
 
 
 def test_requested_policy_is_unchanged() -> None:

@@ -136,6 +136,12 @@ def test_torch_kernel_agrees_on_cpu(scaling: str, names: tuple[str, str]) -> Non
     _agree(quantize(a, names[0], scaling), quantize(b, names[1], scaling))
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_products_by_e5m2_are_emulated(name: str) -> None:
+    a, b = quantize(random(48, 64), name, "row"), quantize(random(32, 64, seed=1), "e5m2", "row")
+    assert torch.equal(scaled_product(a, b), emulated_product(a, b))  # GPUs have no kernel
+
+
 @pytest.mark.gpu
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
