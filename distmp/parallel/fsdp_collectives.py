@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +35,10 @@ class AllGather:
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Any:
-        """Gather the shards of the group into `output_tensor`; return the work with `async_op`."""
+    ) -> None:
+        """Gather the shards of the group into `output_tensor`."""
         self._order.note(ComparedCollective("gather", self._unit, input_tensor.numel()))
-        if async_op:
-            return collectives.all_gather(output_tensor, input_tensor, group)
         collectives.all_gather_on_stream(output_tensor, input_tensor, group)
-        return None
 
 
 class ReduceScatter(AllGather):

@@ -228,8 +228,8 @@ MUTANTS = [
     Mutant(
         "the all-gather of FSDP is not waited for",
         "distmp/parallel/fsdp_collectives.py",
-        "collectives.all_gather_on_stream(output_tensor, input_tensor, group)\n        return None",
-        "all_gather(output_tensor, input_tensor, group)\n        return None",
+        "collectives.all_gather_on_stream(output_tensor, input_tensor, group)",
+        "collectives.all_gather(output_tensor, input_tensor, group)",
         f"{TWO_RANKS}[fsdp]",
     ),
     Mutant(
