@@ -227,7 +227,7 @@ class DataLoader:
         if self._world.group is not None:
             RollCall(self._world).wait_for_all("DataLoader.once()")
             if not self._is_compared:
-                check_same_data(self.dataset, self.batch_size, self._world.group, "dataset")
+                check_same_data(self.dataset, self.batch_size, self._world, "dataset")
                 self._is_compared = True
         return evaluation_batches(
             self.dataset, None, self.microbatch_size, self._world, self.collate_fn

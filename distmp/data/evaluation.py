@@ -118,7 +118,7 @@ def _own(
         if compared and world.group is not None:
             first = first or sample_checksum([group[0] for group in taken])
             described = f"{samples:,} samples of a stream, checksum {first:08x} of the first ones"
-            check_same_source(world.group, "dataset", described)
+            check_same_source(world, "dataset", described)
         if not taken:
             return
         yield read(taken[world.rank]) if world.rank < len(taken) else ForwardOnly(read(taken[0]))

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from distmp.data.order import Division, MicrobatchSampler
 from distmp.data.streams import Step, StreamSteps, sample_checksum
-from distmp.distributed.collectives import device_of_host_values
+from distmp.distributed.collectives import backends
 from distmp.distributed.comparison import check_same
 from distmp.distributed.failing_together import describe, explain_lost_peers
 from distmp.distributed.stopping import ignore_stop_signals
@@ -137,8 +136,9 @@ def steps(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     combine = collate_fn or collate_of(dataset)
-    group = None if world is None else world.group
-    check = functools.partial(check_same_source, group, setting) if _has_peers(group) else None
+    check = None
+    if world is not None and _has_peers(world):
+        check = functools.partial(check_same_source, world, setting)
     if is_stream(dataset):
         read = StreamSteps(dataset, division, seed, combine, compared=check is not None)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
@@ -149,9 +149,7 @@ def steps(
     return _closed_at_exit(_grouped(iter(loader), sampler, seeded, check))
 
 
-def check_same_data(
-    dataset: Any, batch_size: int, group: dist.ProcessGroup | None, setting: str
-) -> None:
+def check_same_data(dataset: Any, batch_size: int, world: World, setting: str) -> None:
     """Compare the length and some samples of a map-style dataset between ranks. Collective.
 
     Streams are not compared.
@@ -159,11 +157,11 @@ def check_same_data(
     Raises:
         ConfigError: On every rank, if ranks have different datasets.
     """
-    if _has_peers(group) and not is_stream(dataset):
+    if _has_peers(world) and not is_stream(dataset):
         division = Division(0, batch_size, batch_size, rank=0, world_size=1)
         sampler = MicrobatchSampler(division, len(dataset), 0, shuffle=False)
         seeded = SeededMicrobatches(dataset, 0, _unchanged)
-        check_same_source(group, setting, _description(sampler, seeded, 0))
+        check_same_source(world, setting, _description(sampler, seeded, 0))
 
 
 def is_stream(dataset: Any) -> bool:
@@ -178,18 +176,20 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _has_peers(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and dist.get_world_size(group) > 1
+def _has_peers(world: World) -> bool:
+    return world.group is not None and world.world_size > 1
 
 
-def check_same_source(group: dist.ProcessGroup | None, setting: str, description: str) -> None:
+def check_same_source(world: World, setting: str, description: str) -> None:
     """Check that all ranks read the same samples, of which each then keeps its share.
 
     Raises:
         ConfigError: On every rank, with the descriptions by rank.
     """
-    with explain_lost_peers(group):
-        check_same(group, device_of_host_values(group), {setting: description}, _SAME_DATA)
+    with explain_lost_peers(world.group):
+        # On the CPU, the host does not wait for the GPU.
+        device = torch.device("cpu") if "cpu" in backends(world.group) else world.device
+        check_same(world.group, device, {setting: description}, _SAME_DATA)
 
 
 _SAME_DATA = (

@@ -29,14 +29,6 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return {device: backend for device, _, backend in (entry.partition(":") for entry in entries)}
 
 
-def device_of_host_values(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device to exchange host values between ranks: the CPU if the group supports it."""
-    of_devices = backends(group)
-    if "nccl" in of_devices.values() and "cpu" not in of_devices:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to gather the shards of all ranks, in rank order, into `gathered`."""
     return _start("all_gather", gathered, _all_gather, gathered, shard, group=group)

@@ -115,7 +115,7 @@ class Validation(Callback):
         shorter run, which came after its save.
         """
         if self._dataset is not None:
-            check_same_data(self._dataset, 1, trainer.world.group, "data.source (validation)")
+            check_same_data(self._dataset, 1, trainer.world, "data.source (validation)")
         step, stops_early = trainer.progress.step, trainer.config.early_stopping.patience > 0
         counts = stops_early and self._former_end == step < self._end
         if (counts or self._is_due(trainer)) and self._step != step:
