@@ -13,7 +13,7 @@ from distmp.utils.tensor_trees import map_tensors
 
 
 def to_device(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Return a tensor on a device. The host waits only for a copy to the host, which it may read.
+    """Return a tensor on a device. The host waits for a copy to the host, or of pageable memory.
 
     Args:
         tensor: On any device, of any shape and dtype.
@@ -24,7 +24,7 @@ def to_device(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Te
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device; the host waits only for copies to the host.
+    """Return a batch with its tensors on a device; the host waits as in `to_device`.
 
     Args:
         batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
