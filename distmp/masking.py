@@ -49,7 +49,7 @@ _ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)=(?=.)", re.S)
 _SCHEME = re.compile(r"(?<=\b[Bb]earer )[\w.~+/=-]{6,}|(?<=\b[Bb]asic )[\w+/=]{8,}(?!\w)")
 # Placeholders of values in messages about the syntax of a setting.
 _PLACEHOLDER = re.compile(r"\.\.\.|VALUE\b")
-_LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
+_OPTION = re.compile(r"--?[A-Za-z_][\w.-]*")
 
 
 def is_secret(name: str) -> bool:
@@ -64,15 +64,15 @@ def masked(value: Any, name: str = "") -> Any:
     """Return a value without the secrets in it.
 
     Args:
-        value: A text, a number, or mappings and lists of these. In a list, the item after the name
-            of a secret is hidden (`["--api-key", "..."]`).
+        value: A text, a number, or mappings and lists of these. In a list, the item after an option
+            of this kind is hidden (`["--api-key", "..."]`).
         name: The name of the value.
     """
     if isinstance(value, Mapping):
         return {key: masked(item, _inner(name, str(key))) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         before = ["", *value]
-        items = [masked(item, _inner(name, _lone(before[i], item))) for i, item in enumerate(value)]
+        items = [masked(item, _inner(name, _option(before[i]))) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if value is None or isinstance(value, bool):
         return value
@@ -135,7 +135,10 @@ def is_masked(value: Any) -> bool:
         return any(map(is_masked, value.values()))
     if isinstance(value, (list, tuple)):
         return any(map(is_masked, value))
-    return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value)
+    if not isinstance(value, str) or HIDDEN not in value:
+        return False
+    # Other texts may contain these characters: only where a secret would be hidden they count.
+    return value in (HIDDEN, masked_text(value.replace(HIDDEN, "x" * 8)))
 
 
 def _words(name: str) -> str:
@@ -155,10 +158,6 @@ def _inner(outer: str, name: str) -> str:
     return outer if is_secret(outer) else name
 
 
-def _lone(before: Any, item: Any) -> str:
-    """Return the name that an item of a list gives to the next one; "" if it is no name."""
-    if not isinstance(before, str) or not _LONE_NAME.fullmatch(before):
-        return ""
-    # In `--data.source tokens --steps 6`, `tokens` is a value, because an option follows.
-    follows = not before.startswith("-") and isinstance(item, str) and item.startswith("--")
-    return "" if follows else before
+def _option(word: Any) -> str:
+    """Return an item of a list if it is an option, which names the next item; "" otherwise."""
+    return word if isinstance(word, str) and _OPTION.fullmatch(word) else ""

@@ -89,6 +89,7 @@ def test_other_names_are_not_masked(name: str) -> None:
 def test_secrets_in_text_are_masked(text: str, expected: str) -> None:
     assert masked_text(text) == expected
     assert masked_text(expected) == expected
+    assert is_masked(expected) == (HIDDEN in expected)
 
 
 def test_only_numbers_named_password_are_masked() -> None:
@@ -101,7 +102,8 @@ def test_value_after_secret_option_is_masked() -> None:
     assert masked(words) == ["python", "--api-key", HIDDEN, "--seed", "1"]
     words = ["--data.source", "tokens", "--seed", "1"]
     assert masked(words) == words
-    assert masked(("Authorization", SECRET)) == ("Authorization", HIDDEN)
+    assert masked((*words, "--auth", SECRET)) == (*words, "--auth", HIDDEN)
+    assert masked(["query", "key", "value"]) == ["query", "key", "value"]
 
 
 def test_errors_and_log_messages_are_masked() -> None:
@@ -133,7 +135,7 @@ def test_environment_variables_are_masked() -> None:
 def test_masked_values_are_recognized() -> None:
     assert is_masked({"a": [HIDDEN]})
     assert is_masked("s3://***@bucket")
-    assert not is_masked({"a": ["b", 1], "c": None})
+    assert not is_masked({"a": ["b", 1, "*** chapter ***"], "c": None})
 
 
 # A secret among other settings: the value must not be found in the result.
