@@ -110,7 +110,7 @@ def load_encoder(tokenizer: str) -> Encoder:
         )
     directory = expanded(tokenizer)
     problem = f"has no tokenizer.json; name a directory that has one, or {BYTES!r}"
-    require((directory / "tokenizer.json").is_file(), "--tokenizer", tokenizer, problem)
+    require(os.path.isfile(directory / "tokenizer.json"), "--tokenizer", tokenizer, problem)
     require_package("--tokenizer", tokenizer, "transformers", "hf")
     from transformers import AutoTokenizer
 
@@ -219,7 +219,7 @@ def _suffix(file: Path) -> str:
 
 def _files(name: str) -> list[Path]:
     path = expanded(name)
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
     files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
     require(len(files) > 0, "INPUT", name, "there is no file in this directory")

@@ -44,17 +44,15 @@ def list_text_files(
         setting: Name of the setting that holds the directory, for error messages.
 
     Raises:
-        ConfigError: If the directory does not exist or is a file, a file in it cannot be read, no
+        ConfigError: If it is not a directory, or cannot be read, a file in it cannot be read, no
             file matches or has content, or the pattern is invalid.
     """
     error = partial(ConfigError, setting, str(directory))
     tokenize = _TOKENIZE.format(setting)
-    if not directory.exists():
-        raise error("does not exist; name a directory of text files")
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise error(
-            "is not a directory; name a directory of text files, or make token ids of the file: "
-            f"{tokenize}"
+            "is not a directory that this user can enter; name a directory of text files, or make "
+            f"token ids of a file: {tokenize}"
         )
     try:
         matches = re.compile(_regular_expression(pattern)).fullmatch

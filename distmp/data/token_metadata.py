@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class TokenMetadata:
             'files of ids by {"format": 1, "dtype": "uint16", "vocabulary_size": NUMBER, '
             '"files": {"NAME": NUMBER OF IDS}}'
         )
-        require(file.exists(), setting, str(directory), problem)
+        require(os.path.exists(file), setting, str(directory), problem)
         try:
             content: dict[str, Any] = json.loads(read_regular(file, _LARGEST_BYTES))
             if (found := content.pop("format")) != _FORMAT:

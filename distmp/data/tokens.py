@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -186,7 +187,8 @@ def open_tokens(
     """
     unfinished = directory.with_name(directory.name + UNFINISHED_SUFFIX)
     problem = "is not finished; remove it and run `distmp data tokenize` again"
-    require(directory.exists() or not unfinished.is_dir(), setting, str(directory), problem)
+    is_unfinished = os.path.isdir(unfinished) and not os.path.exists(directory)
+    require(not is_unfinished, setting, str(directory), problem)
     metadata = TokenMetadata.read(directory, setting)
     files = [directory / name for name in metadata.files]
     tokens = TokenFiles(files, metadata.dtype, metadata.vocabulary_size, sequence_length, setting)

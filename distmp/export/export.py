@@ -196,7 +196,7 @@ def _tokenizer(checkpoint: StoredCheckpoint) -> Path | None:
     if known is not None and huggingface_files.has_tokenizer(Path(known)):
         return Path(known)
     if known is not None:
-        logger.warning("no tokenizer is exported: %s has no files of one any more", known)
+        logger.warning("no tokenizer is exported: %s has no readable files of one", known)
     return None
 
 

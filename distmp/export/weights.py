@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,14 +158,15 @@ class StoredWeights:
 
         The order is that of transformers: one file, an index. Without both, all files count.
         """
-        single = self.path if self.path.is_file() else self.path / _SINGLE_FILE
-        if single.is_file():
+        single = self.path if os.path.isfile(self.path) else self.path / _SINGLE_FILE
+        if os.path.isfile(single):
             return {single: None}
-        if (self.path / INDEX).is_file():
+        if os.path.isfile(self.path / INDEX):
             return self._indexed()
-        files = sorted(self.path.glob("*.safetensors"))
+        is_directory = os.path.isdir(self.path)
+        files = sorted(self.path.glob("*.safetensors")) if is_directory else []
         if not files:
-            problem = "has no *.safetensors" if self.path.is_dir() else "does not exist"
+            problem = "has no *.safetensors" if is_directory else "cannot be found"
             raise self.error(f"{self.path.absolute()} {problem}")
         return dict.fromkeys(files)
 

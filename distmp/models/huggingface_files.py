@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -26,7 +27,7 @@ def locate(name: str) -> Path:
         f"there is no file {file}; name a directory with a {CONFIG_FILE}, or such a file. Nothing "
         "is downloaded"
     )
-    require(file.is_file(), "model.name", name, problem)
+    require(os.path.isfile(file), "model.name", name, problem)
     require_package("model.name", name, "transformers", "hf")
     return path
 
@@ -44,8 +45,9 @@ _REFINEMENTS = re.compile(
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory defines a tokenizer."""
-    return directory.is_dir() and any(_DEFINITIONS.fullmatch(p.name) for p in directory.iterdir())
+    """Return whether a directory defines a tokenizer, and can be read."""
+    is_readable = os.path.isdir(directory) and os.access(directory, os.R_OK | os.X_OK)
+    return is_readable and any(map(_DEFINITIONS.fullmatch, os.listdir(directory)))
 
 
 def copy(source: Path | None, directory: Path) -> None:

@@ -216,7 +216,7 @@ def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
     if not path.startswith(PRESET_PREFIX):
         name = Path(path).name.removesuffix(suffix)
         problem = f"there is no such file; did you mean '{PRESET_PREFIX}{name}'?"
-        usable = name not in preset_names(suffix) or expanded(path).exists()
+        usable = name not in preset_names(suffix) or os.path.exists(expanded(path))
         require(usable, setting, path, problem)
         return path
     name, known = path.removeprefix(PRESET_PREFIX), preset_names(suffix)

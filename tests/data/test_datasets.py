@@ -125,7 +125,7 @@ def test_too_little_text_is_refused(
     assert caught.value.setting == setting
 
 
-@pytest.mark.parametrize(("name", "message"), [("none", "does not exist"), ("short", "too few")])
+@pytest.mark.parametrize(("name", "message"), [("none", "not a directory"), ("short", "too few")])
 def test_validation_directory_errors_name_their_setting(
     tmp_path: Path, name: str, message: str
 ) -> None:

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 
 from distmp.data.text import TextDirectory, list_text_files
 from distmp.data.token_metadata import END_OF_FILE
+from distmp.data.tokens import open_tokens
 from distmp.errors import ConfigError, DataError
+from distmp.export.weights import StoredWeights
+from distmp.models.huggingface_files import has_tokenizer, locate
 
 
 def write(directory: Path, files: dict[str, bytes]) -> Path:
@@ -128,7 +131,7 @@ def test_broken_links_are_refused(tmp_path: Path, target: str) -> None:
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path = .*does not exist; name a directory"):
+    with pytest.raises(ConfigError, match=r"data\.path = .*not a directory .*; name a directory"):
         list_text_files(tmp_path / "none", "*")
 
 
@@ -138,7 +141,7 @@ def test_file_in_place_of_directory_is_refused(tmp_path: Path) -> None:
         advice = (
             f"run `distmp data tokenize`, and set data.source to tokens and {setting} to the dir"
         )
-        with pytest.raises(ConfigError, match=f"{setting} = .* is not a directory; .* {advice}"):
+        with pytest.raises(ConfigError, match=f"{setting} = .* is not a directory .* {advice}"):
             list_text_files(tmp_path / "a.py", "*", setting=setting)
 
 
@@ -195,6 +198,15 @@ def test_unreadable_directory_is_refused(open_directory: Path) -> None:
     restrict(open_directory / "closed")
     with pytest.raises(ConfigError, match=r"cannot list .*closed: Permission denied"):
         list_text_files(open_directory, "**/*.py")
+    for use in (
+        lambda path: list_text_files(path, "*"),
+        lambda path: open_tokens(path, 4, "data.path"),
+        lambda path: locate(f"hf:{path}"),
+        lambda path: StoredWeights(path).shapes(),
+    ):
+        with pytest.raises(ConfigError, match=r"closed/b"):
+            use(open_directory / "closed" / "b")
+    assert not has_tokenizer(open_directory / "closed" / "b")
 
 
 def directory_of(tmp_path: Path, files: dict[str, bytes], length: int = 4) -> TextDirectory:

@@ -89,7 +89,7 @@ def test_unreadable_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.safetensors").write_text("no weights")
     for name, message in (
-        ("nowhere", "does not exist"),
+        ("nowhere", "cannot be found"),
         ("empty", r"has no \*\.safetensors"),
         ("text.safetensors", "cannot be read"),
     ):

@@ -223,7 +223,7 @@ def test_adapter_run_resumes_and_exports(
     (cwd / "llama").rename(cwd / "gone")
     assert cli.main(["export", "whole", "--to=later"]) == 0
     assert_same_bits(load_file("later/adapter_model.safetensors"), first)
-    assert "has no files of one any more" in caplog.text
+    assert "has no readable files of one" in caplog.text
 
 
 def test_explain_predicts_gradients_of_adapters_only(tmp_path: Path) -> None:
