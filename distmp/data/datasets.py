@@ -149,24 +149,23 @@ def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
     Raises:
         ConfigError: If either side has less than one sample.
     """
-    _require_window("data.path", path, everything, samples=2)
     tokens, window = everything.last, config.sequence_length + 1
     split = tokens - round(tokens * config.held_out)
     problem = (
         f"of {tokens:,} tokens this leaves {split:,} for training and {tokens - split:,} held out,"
-        f" and one sample needs {window:,}; hold out another share, or 0"
+        f" and one sample needs {window:,}; add data, or hold out another share, or 0"
     )
     require(window <= split <= tokens - window, "data.held_out", config.held_out, problem)
     return everything.part(0, split), everything.part(split, tokens)
 
 
-def _require_window(setting: str, path: str, dataset: Windows, samples: int = 1) -> None:
+def _require_window(setting: str, path: str, dataset: Windows) -> None:
     tokens, window = dataset.last - dataset.first, dataset.sequence_length + 1
     problem = (
-        f"its {tokens:,} tokens are too few where one sample needs {window:,}, in training and in"
-        " validation; add data, lower data.sequence_length, or set data.held_out to 0"
+        f"its {tokens:,} tokens are too few where one sample needs {window:,}; add data, or lower"
+        " data.sequence_length"
     )
-    require(tokens >= samples * window, setting, path, problem)
+    require(tokens >= window, setting, path, problem)
 
 
 # --- a user's function ---
