@@ -207,7 +207,7 @@ class EarlyStoppingConfig(Section, section="early_stopping"):
     weights."""
 
     min_delta: float = 0.0
-    """Smallest difference to the best value that counts as an improvement."""
+    """An improvement has to be larger than this."""
 
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether a smaller or a larger value is better. auto: min for loss and perplexity, max for the
