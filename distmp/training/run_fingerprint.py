@@ -14,6 +14,7 @@ from torch import nn
 
 from distmp.config import RunConfig
 from distmp.data.datasets import Datasets, identity
+from distmp.data.token_metadata import BYTES, TokenMetadata
 from distmp.distributed.world import World
 from distmp.errors import require
 from distmp.masking import is_masked, masked
@@ -172,14 +173,26 @@ def describe_model(model: nn.Module, config: RunConfig) -> dict[str, Any]:
 
 
 def tokenizer_directory(config: RunConfig) -> Path | None:
-    """Return the directory of the tokenizer that made the data, or of the model's; None without."""
-    candidates = []
-    if config.data.source == "tokens" and config.data.path is not None:
-        path = expanded(config.data.path)
-        candidates.append((path if path.is_dir() else path.parent) / huggingface_files.SUBDIRECTORY)
+    """Return the directory of the tokenizer that made the data, or of the model's.
+
+    None if there is none, or ids are bytes, which the model's tokenizer would not understand.
+    """
+    candidates, are_bytes = [], config.data.source == "text"
+    if config.data.source == "tokens":
+        path = expanded(config.data.path or "")
+        are_bytes = TokenMetadata.read(path).tokenizer == BYTES
+        candidates.append(path / huggingface_files.SUBDIRECTORY)
     if config.model.is_hugging_face:
         candidates.append(huggingface_files.locate(config.model.name))
-    return next(filter(huggingface_files.has_tokenizer, candidates), None)
+    found = next(filter(huggingface_files.has_tokenizer, candidates), None)
+    if found is None or not are_bytes:
+        return found
+    logger.warning(
+        "the tokenizer in %s is neither used nor exported, because the token ids are bytes; to use "
+        "it, run `distmp data tokenize`, and set data.source to tokens",
+        found,
+    )
+    return None
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:

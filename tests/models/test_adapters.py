@@ -21,6 +21,7 @@ from distmp.checkpoint import recovery
 from distmp.commands.explain.explanation import explain
 from distmp.commands.explain.report import report
 from distmp.config import load
+from distmp.data.token_metadata import TokenMetadata
 from distmp.distributed.world import World
 from distmp.engine.engine import Engine
 from distmp.errors import ConfigError
@@ -204,8 +205,10 @@ def test_adapter_run_resumes_and_exports(
     cwd: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_models(cwd)
-    corpus(cwd / "corpus")
-    arguments = settings(cwd, "llama", "single", "bf16")
+    (cwd / "corpus").mkdir()
+    (torch.arange(4000) % 300).numpy().tofile(cwd / "corpus" / "ids")
+    TokenMetadata("int64", 300, {"ids": 4000}).write(cwd / "corpus")
+    arguments = [*settings(cwd, "llama", "single", "bf16"), "--data.source=tokens"]
     assert main([*arguments, "--steps=6", "--run-dir=whole"]) == 0
     assert "10,480 parameters, 480 of them trained" in capsys.readouterr().out
     early = [*arguments, "--run-dir=parts", "--steps=6"]

@@ -11,6 +11,7 @@ import torch
 
 from distmp.config import RunConfig
 from distmp.data.datasets import Datasets
+from distmp.data.token_metadata import TokenMetadata
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
@@ -24,6 +25,7 @@ from distmp.training.run_fingerprint import (
     compare,
     describe_model,
     run_fingerprint,
+    tokenizer_directory,
 )
 from distmp.training.trainer import Trainer
 from distmp.utils.annotations import HARMLESS, consequential, resume_rules
@@ -137,6 +139,18 @@ def test_options_of_imported_model_are_not_described() -> None:
     values = {"model": {"name": "json:loads", "options": {"s": "{}", "api_key": "hush"}}}
     found = describe_model(torch.nn.Linear(1, 1), from_mapping(RunConfig, values))
     assert "hush" not in json.dumps(found)
+
+
+def test_tokenizer_of_model_is_not_that_of_bytes(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    found = []
+    for source, tokenizer in (("text", ""), ("tokens", "bytes"), ("tokens", "unknown")):
+        TokenMetadata("uint16", 257, {}, tokenizer=tokenizer).write(tmp_path)
+        data = {"source": source, "path": str(tmp_path)}
+        values = {"model": {"name": f"hf:{tmp_path}"}, "data": data}
+        found.append(tokenizer_directory(from_mapping(RunConfig, values)))
+    assert found == [None, None, tmp_path]
 
 
 def test_warmup_is_compared_in_updates() -> None:
