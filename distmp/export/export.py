@@ -117,7 +117,7 @@ def write_adapter(
     """
 
     def write_rest(temporary: Path) -> None:
-        (temporary / _CONFIG).write_text(json.dumps(described["config"], indent=2) + "\n")
+        (temporary / _CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         huggingface_files.copy(tokenizer, temporary)
 
     write_directory(directory, weights, {_WEIGHTS: [*weights.specs]}, write_rest, writes=True)

@@ -238,15 +238,12 @@ def exported_name(name: str) -> str:
 
 
 def describe(model: nn.Module, base: str | None) -> dict[str, Any]:
-    """Describe the adapters of a model, as values that JSON can represent.
+    """Return the content of adapter_config.json, as values that JSON can represent.
 
     Args:
         model: A model after `add_adapters`.
-        base: Name of the model without adapters in adapter_config.json.
-
-    Returns:
-        "config", the content of adapter_config.json.
+        base: Name of the model without adapters in it.
     """
     config: dict[str, Any] = model.peft_config[_ADAPTER].to_dict()  # type: ignore[index,union-attr]
     plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
-    return {"config": plain | {"base_model_name_or_path": base, "inference_mode": True}}
+    return plain | {"base_model_name_or_path": base, "inference_mode": True}

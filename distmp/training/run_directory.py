@@ -208,23 +208,19 @@ def record_start(
     ranks = world.ranks.gather(own)
 
     def write(path: Path) -> None:
-        append_start(path, {**describe_start(configuration), **entries, "ranks": ranks})
+        start = {
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "restart": rendezvous_store.attempt(),
+            "command": masked(sys.orig_argv),
+            "working_directory": os.getcwd(),
+            "configuration": masked(configuration),
+            "versions": versions(),
+            "code": revision(Path.cwd()),
+            "environment": relevant(os.environ),
+        }
+        append_start(path, {**start, **entries, "ranks": ranks})
 
     world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
-
-
-def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of this start, without the ranks."""
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "restart": rendezvous_store.attempt(),
-        "command": masked(sys.orig_argv),
-        "working_directory": os.getcwd(),
-        "configuration": masked(configuration),
-        "versions": versions(),
-        "code": revision(Path.cwd()),
-        "environment": relevant(os.environ),
-    }
 
 
 def device_name(world: World) -> str:
