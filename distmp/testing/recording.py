@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -347,11 +348,17 @@ class _Recorder(TorchFunctionMode):
                 step.forwards.remove(self._running)
             enabled = torch.is_autocast_enabled(self._device)
             autocast = torch.get_autocast_dtype(self._device) if enabled else None
-            args, kwargs = map_tensors(lambda t: t.detach().to("cpu", copy=True), [args, kwargs])
+            args, kwargs = map_tensors(self._copied, [args, kwargs])
             generators = restorers(torch.device(self._device))
             self._running = Forward(args, kwargs, generators, autocast)
             step.forwards.append(self._running)
             step.training = {parameter_name(n): part.training for n, part in model.named_modules()}
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        found: Any = tensor.detach().to("cpu", copy=True)
+        # Such as lengths of sequences. FSDP2 moves inputs to the device.
+        found.stays = tensor.is_cpu and not isinstance(self._model, FSDPModule)
+        return found
 
     def gathers(self) -> None:
         """Note a gather of matrices; between forward and backward, it is one of outputs."""

@@ -189,8 +189,12 @@ class Reference:
         compute = step.compute if step.compute not in {held[n].dtype for n in parameters} else None
         cast = floating_point_cast(compute) if compute else lambda tensor: tensor
         copies = {n: cast(t).clone().requires_grad_(now[n].requires_grad) for n, t in held.items()}
-        # `loss_sum` may change its inputs in place.
-        return copies, lambda tensor: cast(tensor.to(device, copy=True))
+
+        def moved(tensor: Tensor) -> Tensor:
+            target = "cpu" if getattr(tensor, "stays", False) else device
+            return cast(tensor.to(target, copy=True))  # `loss_sum` may change it in place
+
+        return copies, moved
 
 
 def loss_and_weight(loss_sum: LossSum, model: nn.Module, batch: Any) -> tuple[Tensor, float]:

@@ -495,6 +495,23 @@ def test_an_update_without_forward_hides_no_error() -> None:
     assert "2 updates without a forward" in str(audit.report)
 
 
+class OfLengths(nn.Linear):
+    def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, enforce_sorted=False)
+        return super().forward(packed.data)
+
+
+@pytest.mark.gpu
+def test_arguments_on_the_cpu_stay_there() -> None:
+    model = OfLengths(8, 4).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distmp.audit(model, optimizer) as audit:
+        outputs = model(torch.randn(5, 3, 8).cuda(), torch.tensor([2, 5, 3]))
+        F.cross_entropy(outputs, torch.arange(10).cuda() % 4).backward()
+        optimizer.step()
+    assert audit.report.exit_code == 0, audit.report
+
+
 def test_copies_of_the_model_are_not_recorded() -> None:
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
