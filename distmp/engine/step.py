@@ -38,7 +38,7 @@ def take_step(
     *,
     stop: bool,
 ) -> tuple[StepOutcome, MicrobatchStats]:
-    """Take a step together with all ranks; the host does not wait for the device.
+    """Take a step together with all ranks; the host does not wait for its results.
 
     Args:
         parts: The parts of the engine.
