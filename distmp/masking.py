@@ -49,7 +49,8 @@ _ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)=(?=.)", re.S)
 _SCHEME = re.compile(r"(?<=\b[Bb]earer )[\w.~+/=-]{6,}|(?<=\b[Bb]asic )[\w+/=]{8,}(?!\w)")
 # Placeholders of values in messages about the syntax of a setting.
 _PLACEHOLDER = re.compile(r"\.\.\.|VALUE\b")
-_OPTION = re.compile(r"--?[A-Za-z_][\w.-]*")
+# Layers and columns in a list may be named key or token.
+_LONE_NAME = re.compile(r"(?!(?:key|token)s?$)-{0,2}[A-Za-z_][\w.-]*")
 
 
 def is_secret(name: str) -> bool:
@@ -64,15 +65,15 @@ def masked(value: Any, name: str = "") -> Any:
     """Return a value without the secrets in it.
 
     Args:
-        value: A text, a number, or mappings and lists of these. In a list, the item after an option
-            of this kind is hidden (`["--api-key", "..."]`).
+        value: A text, a number, or mappings and lists of these. In a list, the item after the name
+            of a secret is hidden (`["--api-key", "..."]`).
         name: The name of the value.
     """
     if isinstance(value, Mapping):
         return {key: masked(item, _inner(name, str(key))) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         before = ["", *value]
-        items = [masked(item, _inner(name, _option(before[i]))) for i, item in enumerate(value)]
+        items = [masked(item, _inner(name, _lone(before[i], item))) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if value is None or isinstance(value, bool):
         return value
@@ -158,6 +159,10 @@ def _inner(outer: str, name: str) -> str:
     return outer if is_secret(outer) else name
 
 
-def _option(word: Any) -> str:
-    """Return an item of a list if it is an option, which names the next item; "" otherwise."""
-    return word if isinstance(word, str) and _OPTION.fullmatch(word) else ""
+def _lone(before: Any, item: Any) -> str:
+    """Return the name that an item of a list gives to the next one; "" if it is no name."""
+    if not isinstance(before, str) or not _LONE_NAME.fullmatch(before):
+        return ""
+    # In `--columns api_key --steps 6`, `api_key` is a value, because an option follows.
+    follows = not before.startswith("-") and isinstance(item, str) and item.startswith("--")
+    return "" if follows else before

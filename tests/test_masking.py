@@ -103,6 +103,9 @@ def test_value_after_secret_option_is_masked() -> None:
     words = ["--data.source", "tokens", "--seed", "1"]
     assert masked(words) == words
     assert masked((*words, "--auth", SECRET)) == (*words, "--auth", HIDDEN)
+    assert masked(("Authorization", SECRET)) == ("Authorization", HIDDEN)
+    assert masked(["password", SECRET]) == ["password", HIDDEN]
+    assert masked(["--columns", "api_key", "--seed"]) == ["--columns", "api_key", "--seed"]
     assert masked(["query", "key", "value"]) == ["query", "key", "value"]
 
 
