@@ -664,8 +664,6 @@ class Fp32GradBuckets:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         missing.discard(slot)
-        if self._gpu is not None:
-            self._held_on_stream()  # autograd may have added to the bucket there
         if missing or self._drop_non_finite:
             return
         if self._observed is not None and slot.bucket not in self._observed:
@@ -761,6 +759,7 @@ def _hook(
         elif gradient is not slot.added_to:
             alive._take_gradient(slot, gradient)
         elif alive._reduces:
+            alive._held_on_stream()  # the copy waits for what autograd has added there
             alive._mark_ready(slot)
 
     return take_gradient

@@ -107,10 +107,14 @@ def test_two_ranks_synchronize_streams(kind: str) -> None:
 
 
 class TwoStreams(nn.Module):
-    """Two equal layers, of which one runs on a side stream, with the waits that torch needs."""
+    """Two equal layers, of which one runs on a side stream, with the waits that torch needs.
 
-    def __init__(self, width: int) -> None:
+    Backward ends with the layer that runs first.
+    """
+
+    def __init__(self, width: int, first: str) -> None:
         super().__init__()
+        self.first = first
         self.a, self.b = (nn.Linear(width, width, bias=False) for _ in "ab")
         self.b.load_state_dict(self.a.state_dict())
 
@@ -118,17 +122,18 @@ class TwoStreams(nn.Module):
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         x.record_stream(side)
-        with torch.cuda.stream(side):
-            y = self.b(x)
-        z = self.a(x)
+        outputs = {}
+        for name in "ab" if self.first == "a" else "ba":
+            with torch.cuda.stream(main if name == "a" else side):
+                outputs[name] = getattr(self, name)(x)
         main.wait_stream(side)
-        y.record_stream(main)
-        return y + z
+        outputs["b"].record_stream(main)
+        return outputs["a"] + outputs["b"]
 
 
-def step_with_two_streams(width: int, **options: Any) -> None:
+def step_with_two_streams(width: int, first: str, **options: Any) -> None:
     engine = make_engine(
-        model=TwoStreams(width),
+        model=TwoStreams(width, first),
         loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
         policy="fp32",
         **options,
@@ -140,10 +145,12 @@ def step_with_two_streams(width: int, **options: Any) -> None:
     assert not torch.equal(after["a.weight"], before)
 
 
-def test_gradients_of_two_streams_are_copied_after_both() -> None:
-    step_with_two_streams(2048, device="cuda")  # 16 MiB each: both are copied during backward
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_gradients_of_two_streams_are_copied_after_both(first: str) -> None:
+    step_with_two_streams(2048, first, device="cuda")  # 16 MiB each: copied during backward
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
 @ranks(2, timeout=250, cuda=True)
-def test_buckets_of_two_streams_are_reduced_after_both() -> None:
-    step_with_two_streams(8, device=World.current("cuda").device, strategy="ddp")
+def test_buckets_of_two_streams_are_reduced_after_both(first: str) -> None:
+    step_with_two_streams(8, first, device=World.current("cuda").device, strategy="ddp")
