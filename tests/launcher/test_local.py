@@ -312,7 +312,7 @@ SAVING = "trap 'sleep 1; echo > {0}.saved; exit' TERM; echo > {0}; while :; do s
 @pytest.mark.parametrize(("state", "saves"), [("HEALTHY", True), ("FAILED", False)])
 def test_ranks_save_before_more_machines_join(state: str, saves: bool, tmp_path: Path) -> None:
     saved: list[bool] = []
-    stop = OrderlyStop(Namespace()).saving_first(
+    stop = OrderlyStop(Namespace(shutdown_timeout=30.0)).saving_first(
         lambda agent, group: saved.append((tmp_path / "rank.saved").exists())
     )
     words = ["sh", "-c", SAVING.format(tmp_path / "rank")]

@@ -47,7 +47,7 @@ def trained(tmp_path: Path, *arguments: str) -> str:
 def test_low_precision_run_reports_its_matmuls(tmp_path: Path) -> None:
     output = trained(tmp_path, "--steps=7", "--precision.policy=fp8,hp=*.down")
     assert f"formats: {FORMATS}; {BACKEND}; in the compute dtype: " in output
-    assert "this CPU only emulates the matmuls of fp8" in output
+    assert "this CPU only emulates the matmuls of fp8,hp=*.down, which is slow" in output
 
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [r.step for r in records if r.low_precision_operands is not None] == [1, 3, 6, 7]
