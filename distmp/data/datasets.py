@@ -109,7 +109,7 @@ def _split_text(
     if len(train) and len(validation):
         return train, validation
     # With few files the hash may leave one side empty; then the tokens are split.
-    return _split(config, str(directory), everything)
+    return _split(config, everything)
 
 
 # --- token files ---
@@ -125,7 +125,7 @@ def _build_tokens(config: DataConfig) -> Datasets:
         check_validation(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
-        train, validation = _split(config, str(path), everything)
+        train, validation = _split(config, everything)
     _require_window("data.path", str(path), train)
     return _described(f"tokens of {path}", train, validation, train.vocabulary_size)
 
@@ -143,7 +143,7 @@ def _described(name: str, train: Any, validation: Any, vocabulary_size: int | No
     return Datasets(train, validation, vocabulary_size, text)
 
 
-def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
+def _split(config: DataConfig, everything: W) -> tuple[W, W]:
     """Return the tokens for training, and the last ones, which are held out.
 
     Raises:

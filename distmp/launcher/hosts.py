@@ -32,8 +32,12 @@ from distmp.utils.units import text_table
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
 # ssh must not prompt, and must detect a host that is gone, but later than launchers, after which a
 # run continues.
-_SSH_OPTIONS = ["-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15"]
-_SSH_OPTIONS += ["-oServerAliveCountMax=20"]
+_SSH_OPTIONS = [
+    "-oBatchMode=yes",
+    "-oConnectTimeout=15",
+    "-oServerAliveInterval=15",
+    "-oServerAliveCountMax=20",
+]
 # Exit codes of agents that stopped after a checkpoint.
 _STOPPED = {STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE}
 # ssh's own exit code.
