@@ -73,7 +73,7 @@ def _races(result: dict[str, Any]) -> list[Row]:
             (
                 f"training step, `{name.split()[0]}`, bf16: time; memory",
                 f"{time}; {share:.2f}",
-                f"1, {fastest}; 1, {leanest}",
+                f"1; 1, {fastest}" if leanest == fastest else f"1, {fastest}; 1, {leanest}",
                 "peers",
             )
         )
