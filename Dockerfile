@@ -16,7 +16,7 @@ RUN pip install --no-cache-dir /wheels/*.whl
 RUN useradd --create-home distmp
 USER distmp
 WORKDIR /home/distmp
-# A new volume that is mounted here gets its owner.
+# A new volume that is mounted here gets the owner of this directory.
 RUN mkdir runs
 ENTRYPOINT ["distmp"]
 CMD ["launch", "--", "--config", "preset:quickstart"]

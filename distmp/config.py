@@ -207,7 +207,7 @@ class EarlyStoppingConfig(Section, section="early_stopping"):
     weights."""
 
     min_delta: float = 0.0
-    """An improvement has to be larger than this."""
+    """The value has to improve by more than this."""
 
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether a smaller or a larger value is better. auto: min for loss and perplexity, max for the

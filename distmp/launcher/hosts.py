@@ -30,8 +30,8 @@ from distmp.utils.units import text_table
 
 # Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
-# ssh must not prompt, and must detect a host that is gone, but later than launchers, after which a
-# run continues.
+# ssh must not prompt. It reports a lost host after 5 minutes, because a run can continue after
+# shorter outages.
 _SSH_OPTIONS = [
     "-oBatchMode=yes",
     "-oConnectTimeout=15",
